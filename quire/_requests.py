@@ -283,6 +283,8 @@ def _set_scheduling(message: pb.SchedulingOptions, options: SchedulingOptions) -
         "expected_output_tokens": options.expected_output_tokens,
         "cache_scope": options.cache_scope,
         "request_class": options.request_class,
+        "session_id": options.session_id,
+        "ends_session": options.ends_session,
     }
     _set_all(message, plain, "scheduling.")
     targets = {"ttft_target": options.ttft_target_s, "total_time_target": options.total_time_target_s}

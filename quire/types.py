@@ -36,6 +36,12 @@ class SchedulingOptions:
     """Scope for cached prompt prefixes; the request shares them only with requests in the same scope."""
     request_class: str = ""
     """Request class configured on the server, which has its own queue order."""
+    session_id: str = ""
+    """Name of the session that the request is a turn of, such as an agent's conversation. By default, the server
+    recognises a request that extends the whole sequence of an earlier one.
+    """
+    ends_session: bool = False
+    """Whether this is the last turn of the session."""
 
 
 class GenerateOptions(TypedDict, total=False):

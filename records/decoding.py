@@ -410,6 +410,8 @@ class Decoder:
             priority=message.priority,
             expected_output_tokens=message.expected_output_tokens,
             cache_scope=message.cache_scope,
+            session=message.session,
+            ends_session=message.ends_session,
             model=message.model,
             identity=message.identity,
             resume_info=bytes(message.resume_size),

@@ -12,7 +12,7 @@ from operator import attrgetter
 
 from protos.quire.link.v1 import link_pb2
 from protos.quire.plan.v1 import plan_pb2
-from scheduler_svc.core.lifecycle.statistics import SchedulerStats, WorkerStats
+from scheduler_svc.core.lifecycle.statistics import SchedulerStats, SessionStats, WorkerStats
 from scheduler_svc.journal.journal import Journal
 from scheduler_svc.leader_lease import LeaderLease
 from scheduler_svc.recorder.recorder import RecorderStats
@@ -169,12 +169,7 @@ class SchedulerMetrics:
         yield make_family(names.VLLM_RUNNING, [((model,), stats.running)])
         yield make_family(names.VLLM_WAITING, [((model,), stats.waiting)])
         yield make_family(names.QUEUE, [((reason,), count) for reason, count in stats.waiting_by_reason.items()])
-        yield make_family(names.SESSION_GATE_HELD, [((), stats.gate.held)])
-        yield make_family(
-            names.SESSION_GATE_PASSED,
-            [(("room",), stats.gate.passed - stats.gate.timed_out), (("bound",), stats.gate.timed_out)],
-        )
-        yield make_family(names.SESSION_GATE_WAIT, [((), stats.gate.waited_s)])
+        yield from _session_families(stats.sessions)
         yield make_family(names.FRONTENDS, [((), stats.frontends)])
         yield make_family(names.WORKERS, [((), len(stats.workers))])
         yield make_family(names.WORKERS_JOINED, [((), self.workers_joined)])
@@ -289,6 +284,17 @@ def _recorder_families(stats: RecorderStats) -> list[link_pb2.MetricFamily]:
         (names.RECORD_LONGEST_FORK, stats.longest_fork_s),
     )
     return [make_family(metric, [((), value)]) for metric, value in figures]
+
+
+def _session_families(stats: SessionStats) -> Iterator[link_pb2.MetricFamily]:
+    gate = stats.gate
+    yield make_family(names.SESSIONS, [(("active",), stats.active), (("pausing",), stats.pausing)])
+    yield make_family(names.SESSION_TURNS, [((), stats.later_turns)])
+    yield make_family(names.SESSION_LOST_TOKENS, [((), stats.lost_tokens)])
+    yield make_family(names.SESSION_GATE_HELD, [((), gate.held)])
+    passed = [(("room",), gate.passed - gate.timed_out), (("bound",), gate.timed_out)]
+    yield make_family(names.SESSION_GATE_PASSED, passed)
+    yield make_family(names.SESSION_GATE_WAIT, [((), gate.waited_s)])
 
 
 def _worker_families(workers: list[WorkerStats], model: str) -> Iterator[link_pb2.MetricFamily]:

@@ -338,6 +338,20 @@ QUEUE = Metric(
     " worker",
     ("reason",),
 )
+SESSIONS = Metric(
+    "quire.sessions",
+    _G,
+    "Sessions by state: active (with a request that waits or runs, except at the gate), pausing (the next turn is"
+    " expected)",
+    ("state",),
+)
+SESSION_TURNS = Metric("quire.session.later_turns", _C, "Requests that continued a session")
+SESSION_LOST_TOKENS = Metric(
+    "quire.session.lost_tokens",
+    _C,
+    "Tokens that later turns of sessions repeated, but that were not cached any more",
+    unit="{token}",
+)
 SESSION_GATE_HELD = Metric(
     "quire.session_gate.held", _C, "First turns of sessions that had to wait for memory for their working set"
 )

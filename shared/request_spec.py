@@ -53,6 +53,10 @@ class RequestSpec(NamedTuple):
     """The client's hint; 0 for none."""
     cache_scope: bytes = b""
     """Requests share cached prefixes only within a scope, so that users cannot probe the prompts of other users."""
+    session: bytes = b""
+    """Name of its session within its tenant and cache scope; empty if the session is found by content."""
+    ends_session: bool = False
+    """Whether it is the last turn of its session."""
     model: str = ""
     """Fingerprint of the model that validated the request and must compute it; "" if unknown."""
     identity: bytes = b""

@@ -619,6 +619,8 @@ class SchedulingOptions(_message.Message):
     TOTAL_TIME_TARGET_FIELD_NUMBER: _builtins.int
     CACHE_SCOPE_FIELD_NUMBER: _builtins.int
     REQUEST_CLASS_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    ENDS_SESSION_FIELD_NUMBER: _builtins.int
     priority: _builtins.int
     """Higher runs first under the policy `priority`, in [-100, 100]. Default 0."""
     tenant: _builtins.str
@@ -631,6 +633,13 @@ class SchedulingOptions(_message.Message):
     """Request class, at most 128 bytes. A class has its own policy, if the server's operator has configured it. Default:
     the server's policy.
     """
+    session_id: _builtins.str
+    """Name of the session that the request belongs to, for example an agent's conversation, at most 128 bytes. Requests
+    with the same name, tenant and cache scope are turns of one session, even if their prompts do not extend each other.
+    Default: a request that extends the whole sequence of an earlier one belongs to its session.
+    """
+    ends_session: _builtins.bool
+    """Whether this is the last turn of the session, so that memory for further turns is not set aside."""
     @_builtins.property
     def ttft_target(self) -> _duration_pb2.Duration:
         """Target for the time from arrival to the first token, longer than 0 and at most 365 days; used by `edf`."""
@@ -651,10 +660,12 @@ class SchedulingOptions(_message.Message):
         total_time_target: _duration_pb2.Duration | None = ...,
         cache_scope: _builtins.str = ...,
         request_class: _builtins.str = ...,
+        session_id: _builtins.str = ...,
+        ends_session: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "expected_output_tokens", b"expected_output_tokens", "total_time_target", b"total_time_target", "ttft_target", b"ttft_target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "cache_scope", b"cache_scope", "expected_output_tokens", b"expected_output_tokens", "priority", b"priority", "request_class", b"request_class", "tenant", b"tenant", "total_time_target", b"total_time_target", "ttft_target", b"ttft_target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "cache_scope", b"cache_scope", "ends_session", b"ends_session", "expected_output_tokens", b"expected_output_tokens", "priority", b"priority", "request_class", b"request_class", "session_id", b"session_id", "tenant", b"tenant", "total_time_target", b"total_time_target", "ttft_target", b"ttft_target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expected_output_tokens: _TypeAlias = _typing.Literal["expected_output_tokens"]  # noqa: Y015
     _WhichOneofArgType__expected_output_tokens: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens"]  # noqa: Y015

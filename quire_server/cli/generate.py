@@ -24,7 +24,7 @@ EXAMPLES = """
 _FORWARDED_OPTIONS = (*SAMPLING, "model", "stop", "stop_token_ids", "ignore_eos", "request_id")
 _SCHEDULING = (
     "priority", "tenant", "expected_output_tokens", "ttft_target_s", "total_time_target_s", "cache_scope",
-    "request_class",
+    "request_class", "session_id", "ends_session",
 )  # fmt: skip
 
 
@@ -71,6 +71,8 @@ def configure(parser: OneLineParser) -> None:
     )
     add("--cache-scope", metavar="NAME", help="share cached prompt prefixes only with requests of this scope")
     add("--request-class", metavar="NAME", help="request class configured on the server, which has its own queue order")
+    add("--session-id", metavar="NAME", help="session, such as an agent's conversation, that the request is a turn of")
+    add("--ends-session", action="store_const", const=True, help="this is the last turn of the session")
     add("--timeout", type=float, metavar="S", help="deadline of the request, in seconds")
     add("--json", action="store_true", help="print one JSON object with text, token ids, usage and timings")
 

@@ -493,7 +493,8 @@ class _Walk:
         cold = seconds * known / num_tokens
         if cold:
             by = (life.known_by,) if life.known_by is not None else ()
-            self._charge(CauseKind.COLD_PREFIX, cold, by=by)
+            turn = next((note.text for note in life.notes if note.kind is NoteKind.SESSION), "")
+            self._charge(CauseKind.COLD_PREFIX, cold, turn, by=by)
         self._charge(CauseKind.OWN_PREFILL, seconds - cold)
 
     def _gap(self, end: float, others: list[Step], before: Step | None = None) -> None:

@@ -36,6 +36,8 @@ from shared.prefix_keys import KEY_BYTES
 
 _MAX_WENT_FIRST = 256
 _MAX_HOLDINGS = 4096
+_OF_NO_STATE = (NoteKind.FAULT, NoteKind.FORECAST, NoteKind.SESSION)
+"""Notes that do not say whether a request waits or runs."""
 _SAME_S = 0.1
 """Maximum time between a worker's loss and the notes about it for its requests, s."""
 STALL_S = 1.0
@@ -621,7 +623,7 @@ def _note(key: StreamKey, time: float, kind: NoteKind, text: str) -> Note:
 
 def _is_in_row(notes: list[Note]) -> bool:
     """Return whether a request is in a row after these notes."""
-    last = next(note.kind for note in reversed(notes) if note.kind not in (NoteKind.FAULT, NoteKind.FORECAST))
+    last = next(note.kind for note in reversed(notes) if note.kind not in _OF_NO_STATE)
     return last in (NoteKind.ADMITTED, NoteKind.FIRST_TOKEN, NoteKind.HELD)
 
 

@@ -240,7 +240,7 @@ class Scheduler:
             ended=dict(self._requests.ended),
             forecasts=forecast_stats(self._requests.forecast),
             workers=[worker_stats(worker) for worker in self._fleet],
-            gate=self._requests.gate_counters,
+            sessions=self._requests.session_stats,
         )
 
     def pressure(self, now: float) -> Pressure:

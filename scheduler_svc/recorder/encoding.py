@@ -342,6 +342,7 @@ class Encoder:
         message.tenant, message.request_class, message.priority = spec.tenant, spec.request_class, spec.priority
         message.expected_output_tokens = spec.expected_output_tokens
         message.cache_scope = self._tagger.tag(spec.cache_scope)
+        message.session, message.ends_session = self._tagger.tag(spec.session), spec.ends_session
         message.model, message.traceparent = spec.model, spec.traceparent
         message.identity, message.resume_size = self._tagger.tag(spec.identity), len(spec.resume_info)
 

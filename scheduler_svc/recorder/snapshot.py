@@ -47,14 +47,17 @@ _KEYS = {
     ("_Node", "keys"), ("_Node", "children"), ("PrefixCache", "_next_keys"), ("PrefixCache", "_pending"),
     ("Request", "keys"), ("PartialBlocks", ""), ("PartialBlocks", "_followers"),
     ("Backlog", "_prefixes"), ("OutputLengths", "_samples"), ("_Wanted", ""),
-    ("Sessions", "_kinds"), ("Sessions", "_tails"), ("_Session", "tail"),
+    ("Sessions", "_kinds"), ("Sessions", "_stems"), ("Sessions", "_tails"), ("_Session", "stem"),
+    ("_Session", "tail"),
 }  # fmt: skip
 _KEY_CLASSES = {"PrefixDirectory"}
 _GRAMMARS = {("Request", "grammar_key")}
 _GRAMMAR_CLASSES = {"Grammars", "Backlog", "Holding", "_Group", "_GrammarTurns", "RequestRegistry"}
 _TEXTS = {"text", "reason", "message"}
 """Operator texts that may quote a request."""
-_IDENTITIES = {("IdentifiedRequests", "_live"), ("KeptLogs", "_logs")}
+_IDENTITIES = {
+    ("IdentifiedRequests", "_live"), ("KeptLogs", "_logs"), ("Sessions", "_named"), ("_Session", "name"),
+}  # fmt: skip
 """Bytes by (class, field) of the object that holds them, directly or in containers."""
 
 
@@ -202,6 +205,7 @@ class _Writer:
             sampling=bytes(len(spec.sampling)),
             grammar=fit(self._tagger.grammar_tag(spec.grammar), len(spec.grammar)),
             cache_scope=self._tagger.tag(spec.cache_scope),
+            session=self._tagger.tag(spec.session),
             identity=self._tagger.tag(spec.identity),
             resume_info=bytes(len(spec.resume_info)),
         )

@@ -85,6 +85,8 @@ def fill_scheduling(scheduling: v1.SchedulingOptions, body: ScheduledBody) -> No
     scheduling.tenant = body.tenant or ""
     scheduling.request_class = body.request_class or ""
     scheduling.cache_scope = body.cache_salt or ""
+    scheduling.session_id = body.session_id or ""
+    scheduling.ends_session = body.ends_session
     if body.ttft_target_s is not None:
         scheduling.ttft_target.CopyFrom(_duration(body.ttft_target_s))
     if body.total_time_target_s is not None:

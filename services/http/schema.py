@@ -274,6 +274,10 @@ class ScheduledBody(Body):
     )
     tenant: str | None = None
     request_class: str | None = None
+    session_id: str | None = Field(
+        default=None, description="name of the session, for example an agent's conversation, that this is a turn of"
+    )
+    ends_session: bool = Field(default=False, description="this is the last turn of the session")
     ttft_target_s: Annotated[float, Field(gt=0, le=31_536_000)] | None = None
     total_time_target_s: Annotated[float, Field(gt=0, le=31_536_000)] | None = None
 

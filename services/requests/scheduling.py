@@ -21,7 +21,7 @@ from shared.request_spec import RequestSpec
 MAX_PRIORITY = 100
 """Maximum absolute value of a priority."""
 MAX_NAME = 128
-"""Maximum length of a tenant, cache scope or request class, bytes."""
+"""Maximum length of a tenant, cache scope, request class or session id, bytes."""
 MAX_EXPECTED_TOKENS = 1 << 24
 """Maximum of `expected_output_tokens`."""
 MAX_BLOCK_KEYS = 1 << 16
@@ -45,7 +45,7 @@ class DueTimes:
 def check_scheduling(options: v1.SchedulingOptions) -> Iterator[FieldViolation]:
     if abs(options.priority) > MAX_PRIORITY:
         yield FieldViolation("scheduling.priority", f"must lie in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
-    for name in ("tenant", "cache_scope", "request_class"):
+    for name in ("tenant", "cache_scope", "request_class", "session_id"):
         value = getattr(options, name)
         if len(value.encode()) > MAX_NAME:
             yield FieldViolation(f"scheduling.{name}", f"must have at most {MAX_NAME} bytes")
@@ -74,6 +74,8 @@ def schedule(spec: RequestSpec, options: v1.SchedulingOptions, principal: Princi
         priority=options.priority,
         expected_output_tokens=options.expected_output_tokens,
         cache_scope=scope.encode(),
+        session=options.session_id.encode(),
+        ends_session=options.ends_session,
     )
 
 

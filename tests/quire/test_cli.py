@@ -273,6 +273,7 @@ def test_every_flag_of_generate_reaches_the_server(server: ScriptedServer) -> No
         "--min-p=0.25", "--seed=7", "--stop=a", "--stop=b", "--stop-token-id=3", "--ignore-eos", "--request-id=r",
         "--model=demo", "--timeout=60", "--priority=3", "--tenant=team", "--expected-output-tokens=9",
         "--ttft-target=0.5", "--total-time-target=90", "--cache-scope=shared", "--request-class=batch",
+        "--session-id=agent-7", "--ends-session",
     )  # fmt: skip
 
     (request,) = server.requests
@@ -288,6 +289,7 @@ def test_every_flag_of_generate_reaches_the_server(server: ScriptedServer) -> No
     assert (scheduling.priority, scheduling.tenant, scheduling.expected_output_tokens) == (3, "team", 9)
     assert (scheduling.ttft_target.ToMilliseconds(), scheduling.total_time_target.ToMilliseconds()) == (500, 90_000)
     assert (scheduling.cache_scope, scheduling.request_class) == ("shared", "batch")
+    assert (scheduling.session_id, scheduling.ends_session) == ("agent-7", True)
 
 
 def test_a_reader_that_leaves_ends_the_command_quietly(server: ScriptedServer) -> None:

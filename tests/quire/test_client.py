@@ -86,6 +86,8 @@ def test_every_option_reaches_its_field(server: ScriptedServer, client: Client) 
             total_time_target_s=90,
             cache_scope="shared",
             request_class="batch",
+            session_id="agent-7",
+            ends_session=True,
         ),
     ).result()
 
@@ -105,6 +107,8 @@ def test_every_option_reaches_its_field(server: ScriptedServer, client: Client) 
                 total_time_target=Duration(seconds=90),
                 cache_scope="shared",
                 request_class="batch",
+                session_id="agent-7",
+                ends_session=True,
             ),
         )
     ]

@@ -99,6 +99,8 @@ class Cluster:
         model: str = "",
         total_deadline: float | None = None,
         pooling: Pooling = Pooling.NONE,
+        session: bytes = b"",
+        ends_session: bool = False,
     ) -> Reader:
         """A request arrives, or arrives again with what was `delivered` before."""
         reader = self.readers[stream] = Reader(prompt, max_tokens, stops or set(), list(delivered))
@@ -119,6 +121,8 @@ class Cluster:
                     priority=priority,
                     expected_output_tokens=expected_output_tokens,
                     cache_scope=salt,
+                    session=session,
+                    ends_session=ends_session,
                     model=model,
                     identity=identity,
                     traceparent=traceparent,

@@ -201,6 +201,7 @@ def test_a_specification_crosses_the_link_unchanged() -> None:
         request_id="r", num_prompt_tokens=1, max_tokens=1, stop_token_ids=to_column([5]), sampling=b"s", grammar=b"",
         pooling=Pooling.MEAN, computes_whole_prompt=True, tenant="t", request_class="c", priority=-3,
         expected_output_tokens=4, cache_scope=b"x", model="m", identity=b"i", resume_info=b"f", traceparent="p",
+        session=b"y", ends_session=True,
     )  # fmt: skip
     unset = {field for field, value in zip(spec._fields, spec, strict=True) if not value}
     submission = frontend_link.to_submission(spec, to_column([1]))

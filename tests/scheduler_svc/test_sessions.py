@@ -2,10 +2,13 @@
 
 from itertools import count
 
+import pytest
+
 from records.rules.model_worker import ModelWorker
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.records import WaitReason
 from scheduler_svc.core.lifecycle.statistics import SchedulerStats
+from scheduler_svc.core.queueing import sessions
 from scheduler_svc.present_limit import LimitKind, present_limit
 from tests.scheduler_svc.cluster import FRONTEND, Cluster
 
@@ -29,10 +32,12 @@ class _Agents:
         first = next(self._tokens) * 37
         return [(first + index) % 997 for index in range(number)]
 
-    def turn(self, sequence: list[int], max_tokens: int = 8, tenant: str = "") -> int:
+    def turn(
+        self, sequence: list[int], max_tokens: int = 8, tenant: str = "", *, name: bytes = b"", ends: bool = False
+    ) -> int:
         """Submit a prompt, and return its stream."""
         stream = next(self._streams)
-        self.cluster.submit(stream, sequence, max_tokens, tenant=tenant)
+        self.cluster.submit(stream, sequence, max_tokens, tenant=tenant, session=name, ends_session=ends)
         return stream
 
     def sequence(self, stream: int) -> list[int]:
@@ -40,18 +45,20 @@ class _Agents:
         reader = self.cluster.readers[stream]
         return [*reader.prompt, *reader.tokens]
 
-    def serve(self, num_sessions: int = 6, num_turns: int = 3, tenant: str = "") -> None:
+    def serve(
+        self, num_sessions: int = 6, num_turns: int = 3, tenant: str = "", *, repeats_answers: bool = True
+    ) -> None:
         """Serve whole sessions, one after the other."""
         for _ in range(num_sessions):
             sequence: list[int] = []
             for _ in range(num_turns):
-                stream = self.turn([*sequence, *self.new_tokens(8)], tenant=tenant)
+                stream = self.turn([*sequence, *self.new_tokens(24)], tenant=tenant)
                 self.cluster.run()
-                sequence = self.sequence(stream)
+                sequence = self.sequence(stream) if repeats_answers else self.cluster.readers[stream].prompt
 
-    def fill(self, tenant: str = "") -> int:
+    def fill(self, tenant: str = "", *, name: bytes = b"") -> int:
         """Start a session whose working set leaves no room, and return the stream of its first turn, which runs."""
-        stream = self.turn(self.new_tokens(160), 40, tenant)
+        stream = self.turn(self.new_tokens(160), 40, tenant, name=name)
         self.cluster.plan()
         return stream
 
@@ -90,6 +97,32 @@ def test_a_first_turn_waits_for_memory_and_a_later_turn_passes() -> None:
     assert agents.cluster.readers[new].end is None
 
 
+def test_a_prompt_that_drops_the_earlier_answer_continues_its_session() -> None:
+    """Chat templates may drop the reasoning from earlier answers; later turns are recognised by the earlier prompt."""
+    agents = _Agents()
+    agents.serve(repeats_answers=False)
+    filling = agents.fill()
+    agents.turn(agents.new_tokens(100))
+    assert agents.num_held == 1
+    agents.cluster.run()
+    agents.turn([*agents.cluster.readers[filling].prompt, *agents.new_tokens(60)])
+
+    assert agents.num_held == 1
+
+
+def test_a_shared_prefix_does_not_make_a_session() -> None:
+    """Single turns with a common system prompt do not count as turns of one session."""
+    agents = _Agents()
+    system = agents.new_tokens(60)
+    for _ in range(12):
+        agents.turn([*system, *agents.new_tokens(40)])
+        agents.cluster.run()
+    agents.fill()
+    agents.turn([*system, *agents.new_tokens(100)])
+
+    assert agents.num_held == 0
+
+
 def test_a_first_turn_starts_after_the_longest_wait() -> None:
     """The wait for memory is bounded, and the counters say how it ended."""
     agents = _Agents()
@@ -101,7 +134,7 @@ def test_a_first_turn_starts_after_the_longest_wait() -> None:
     agents.tick(_WAIT_S / 2)
 
     assert agents.num_held == 0
-    gate = agents.stats.gate
+    gate = agents.stats.sessions.gate
     assert (gate.held, gate.passed, gate.timed_out) == (1, 1, 1)
     assert gate.waited_s >= _WAIT_S
     agents.cluster.run()
@@ -119,7 +152,7 @@ def test_a_first_turn_starts_when_a_session_leaves_room() -> None:
     agents.cluster.run()
 
     assert agents.cluster.readers[new].end is not None
-    assert agents.stats.gate.timed_out == 0
+    assert agents.stats.sessions.gate.timed_out == 0
 
 
 def test_requests_that_rarely_return_never_wait() -> None:
@@ -130,7 +163,7 @@ def test_requests_that_rarely_return_never_wait() -> None:
     agents.turn(agents.new_tokens(100))
 
     assert agents.num_held == 0
-    assert agents.stats.gate.held == 0
+    assert agents.stats.sessions.gate.held == 0
 
 
 def test_a_tenant_gets_its_part_of_the_memory() -> None:
@@ -179,3 +212,86 @@ def test_the_present_limit_names_the_memory_of_sessions() -> None:
 
     assert found.kind is LimitKind.SESSION
     assert "--session-wait-s" in found.remedy
+
+
+# ---------------------------------------------------------------- names
+
+
+def test_a_turn_of_a_named_session_passes_whatever_its_prompt_is() -> None:
+    """A name makes a request a later turn, even if its prompt does not extend the earlier sequence."""
+    agents = _Agents()
+    agents.serve()
+    agents.fill(name=b"agent")
+    agents.cluster.run()
+    agents.turn(agents.new_tokens(180), name=b"agent")
+    agents.turn(agents.new_tokens(100), name=b"other")
+
+    assert agents.num_held == 1
+
+
+def test_a_name_is_valid_only_for_its_tenant() -> None:
+    """A tenant cannot pass the gate with the name of another tenant's session."""
+    agents = _Agents()
+    for tenant in ("a", "b"):
+        agents.serve(tenant=tenant)
+    agents.fill("a", name=b"agent")
+    agents.cluster.run()
+    agents.turn(agents.new_tokens(180), tenant="a", name=b"agent")
+    agents.turn(agents.new_tokens(180), tenant="b", name=b"agent")
+
+    assert agents.num_held == 1
+
+
+def test_a_session_that_ends_leaves_its_room_at_once() -> None:
+    """After the last turn, the next new session starts without waiting for the usual pause."""
+    agents = _Agents()
+    agents.serve()
+    agents.turn(agents.new_tokens(160), 40, ends=True)
+    agents.cluster.run()
+    agents.turn(agents.new_tokens(100))
+
+    assert agents.num_held == 0
+
+
+def test_a_tenant_with_many_sessions_drops_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the table is full, a tenant with many single turns does not displace another tenant's session."""
+    monkeypatch.setattr(sessions, "MAX_SESSIONS", 8)
+    agents = _Agents()
+    stream = agents.turn(agents.new_tokens(8), tenant="modest")
+    agents.cluster.run()
+    for _ in range(12):
+        agents.turn(agents.new_tokens(8), tenant="greedy")
+        agents.cluster.run()
+    found = agents.cluster.core._requests.sessions
+    assert found is not None
+    agents.turn([*agents.sequence(stream), *agents.new_tokens(8)], tenant="modest")
+    request = next(iter(agents.cluster.core._requests))
+
+    assert found._sessions[request.session].turn == 2  # type: ignore[union-attr]
+
+
+def test_a_later_turn_says_how_much_of_its_session_is_cached() -> None:
+    """The history of a later turn names the turn and the pause, and the metrics count the tokens that were lost."""
+    agents = _Agents(session_wait_s=1.0)
+    first = agents.turn(agents.new_tokens(40))
+    agents.cluster.run()
+    agents.cluster.now += 5.0
+    second = agents.turn([*agents.sequence(first), *agents.new_tokens(8)])
+    agents.cluster.run()
+    assert agents.stats.sessions.lost_tokens == 0
+    agents.turn(agents.new_tokens(240))
+    agents.cluster.run()
+    third = agents.turn([*agents.sequence(second), *agents.new_tokens(8)])
+    agents.cluster.run()
+
+    lines = {
+        stream: next(line for line in agents.cluster.story(stream) if line.startswith("turn"))
+        for stream in (second, third)
+    }
+    cached = "44 of the 44 tokens that it repeats are cached"
+    assert lines[second] == f"turn 2 of its session, after a pause of 5.0 s; {cached}"
+    assert lines[third].startswith("turn 3 of its session")
+    stats = agents.stats.sessions
+    assert stats.later_turns == 2
+    assert stats.lost_tokens > 0
+    assert (stats.active, stats.pausing) == (0, 2)

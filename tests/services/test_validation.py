@@ -153,6 +153,7 @@ INVALID: list[tuple[str, v1.GenerateRequest]] = [
     ("grammar.choice.choices", request(grammar=v1.Grammar(choice=v1.ChoiceGrammar(choices=["a", ""])))),
     ("stop.min_tokens", request(grammar=v1.Grammar(regex="a"), stop=v1.StopOptions(min_tokens=1))),
     ("scheduling.priority", request(scheduling=v1.SchedulingOptions(priority=-101))),
+    ("scheduling.session_id", request(scheduling=v1.SchedulingOptions(session_id="s" * 129))),
     ("scheduling.tenant", request(scheduling=v1.SchedulingOptions(tenant="t" * 129))),
     ("scheduling.expected_output_tokens", request(scheduling=v1.SchedulingOptions(expected_output_tokens=0))),
     *[
@@ -217,7 +218,7 @@ def test_every_field_of_the_request_is_read_or_refused() -> None:
     known = {field.partition("[")[0] for field, _ in INVALID + UNSUPPORTED}
     valid = {
         "sampling.seed", "stop.ignore_eos", "stop.include_stop_string", "output.include_special_tokens", "output.echo",
-        "output.parse",
+        "output.parse", "scheduling.ends_session",
     }  # fmt: skip
 
     missing = [
@@ -365,6 +366,7 @@ def test_the_heaviest_request_fits_into_a_frame() -> None:
         tenant="t" * MAX_NAME,
         request_class="c" * MAX_NAME,
         cache_scope=bytes(2 * MAX_NAME),
+        session=bytes(MAX_NAME),
     )
     assert len(submission.block_keys) == 32 * MAX_BLOCK_KEYS
     assert submission.ByteSize() < MAX_PART_BYTES

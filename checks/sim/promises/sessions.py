@@ -9,7 +9,7 @@ from records.rules.violation import StreamName, ViolationError
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.records import EndReason
-from scheduler_svc.core.queueing.sessions import MIN_FIRST_TURNS
+from scheduler_svc.core.queueing.sessions import MIN_FIRST_TURNS, OPENING
 from shared.request_spec import Pooling
 
 _UNKNOWN_TOKENS = 24
@@ -32,6 +32,10 @@ class OnlyNewSessionsWait(Promise):
         """By hash of a sequence that has ended, whether its next turn is surely recognised."""
         self._tails: Counter[int] = Counter()
         """Number of sequences by the hash of the part up to a block boundary that may be their tail."""
+        self._stems: set[int] = set()
+        """Hashes of the parts of prompts up to a block boundary that may identify their sessions."""
+        self._largest = 0
+        """The largest size of a block so far."""
         self._num_returns = 0
         self._next_turns: set[StreamName] = set()
         self._last_tick = self._regular_since = self.world.now
@@ -42,9 +46,9 @@ class OnlyNewSessionsWait(Promise):
         name = StreamName(event.frontend, event.stream)
         hashes = _hashes(event.token_ids.tolist(), event.spec.cache_scope)
         earlier = next((each for each in reversed(hashes[:-1]) if each in self._sequences), None)
+        self._num_returns += earlier is not None or not self._stems.isdisjoint(hashes)
         if earlier is None:
             return
-        self._num_returns += 1
         stream = self.clients.live.get(name)
         is_plain = stream is not None and not (stream.demand.scored or stream.demand.pooling is not Pooling.NONE)
         if self._sequences[earlier] and is_plain and not event.again and not event.accepted:
@@ -60,6 +64,8 @@ class OnlyNewSessionsWait(Promise):
         is_known = stream.end in (EndReason.LENGTH, EndReason.STOP) and stream.placements == 1
         is_known &= not (stream.demand.scored or stream.row_failed or hashes[-1] in self._sequences)
         sizes = {epoch.model.block_size for epoch in self.cluster.epochs.values()}
+        self._largest = max(self._largest, *sizes, 0)
+        self._stems.update(hashes[max(0, num_prompt - OPENING - self._largest) : max(0, num_prompt - OPENING)])
         if len(sizes) == 1:
             size = sizes.pop()
             tails = range((num_prompt // size + 1) * size, num_tokens, size)

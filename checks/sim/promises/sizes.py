@@ -51,8 +51,11 @@ _HAS_OWN_LIMIT = frozenset(
         "Sessions._free",
         "Sessions._kinds",
         "Sessions._lengths",
+        "Sessions._named",
         "Sessions._pausing",
+        "Sessions._pausing_of",
         "Sessions._sessions",
+        "Sessions._stems",
         "Sessions._tails",
     }
 )

@@ -128,6 +128,8 @@ class NoteKind(enum.Enum):
     ARRIVED = "arrived"
     FORECAST = "forecast"
     """Forecast for it at its arrival."""
+    SESSION = "session"
+    """It continues a session."""
     WAITS = "waits"
     """The request waits for a new reason. The text is a `WaitReason`."""
     ADMITTED = "admitted"

@@ -16,12 +16,12 @@ from scheduler_svc.core.interface.plan import RowAdmission
 from scheduler_svc.core.interface.records import GrammarFailure, NoteKind, Notes
 from scheduler_svc.core.lifecycle.admission_control import AdmissionControl, TurnedAway
 from scheduler_svc.core.lifecycle.states import WAITING, RequestEvent, RequestStates
-from scheduler_svc.core.lifecycle.statistics import RequestStats, request_stats
+from scheduler_svc.core.lifecycle.statistics import RequestStats, SessionStats, request_stats
 from scheduler_svc.core.lifecycle.timeouts import Timeouts
 from scheduler_svc.core.queueing.backlog import Backlog
 from scheduler_svc.core.queueing.forecast import Forecast
 from scheduler_svc.core.queueing.policies import make_policy
-from scheduler_svc.core.queueing.session_gate import GateCounters, SessionGate
+from scheduler_svc.core.queueing.session_gate import SessionGate
 from scheduler_svc.core.queueing.sessions import Sessions
 from scheduler_svc.core.queueing.tenants import Tenants
 from scheduler_svc.core.requests.history import History, Story, story_of
@@ -135,10 +135,18 @@ class RequestRegistry:
         return self._states.waiting_by_reason
 
     @property
-    def gate_counters(self) -> GateCounters:
-        """A copy of the counters of the gate for sessions."""
-        gate = self.backlog.gate
-        return GateCounters() if gate is None else replace(gate.counters)
+    def session_stats(self) -> SessionStats:
+        """The sessions in numbers."""
+        sessions, gate = self.sessions, self.backlog.gate
+        if sessions is None or gate is None:
+            return SessionStats()
+        return SessionStats(
+            active=sessions.num_active,
+            pausing=sessions.num_pausing,
+            later_turns=sessions.num_later_turns,
+            lost_tokens=sessions.num_lost_tokens,
+            gate=replace(gate.counters),
+        )
 
     @property
     def models(self) -> set[str]:
@@ -197,7 +205,10 @@ class RequestRegistry:
             if request.prediction is not None:
                 request.note(now, NoteKind.FORECAST, request.prediction.text)
             if self.sessions is not None and not (request.under_way or request.spec.pooling):
-                self.sessions.arrived(request, now)
+                turn = self.sessions.arrived(request, now)
+                if turn is not None:
+                    text = turn.text(len(request.tokens) - request.wait.uncached)
+                    request.note(now, NoteKind.SESSION, text)
             self.requeue(request, now)
 
     def _predict(self, request: Request, num_competing: int, now: float) -> None:

@@ -83,6 +83,21 @@ class ForecastStats:
     """Requests for which it happened within the forecast 90th percentile."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionStats:
+    """The sessions in numbers; all are 0 without the gate for sessions."""
+
+    active: int = 0
+    """Sessions with a request that waits or runs, except at the gate."""
+    pausing: int = 0
+    """Sessions whose next turn is expected."""
+    later_turns: int = 0
+    """Requests that continued a session."""
+    lost_tokens: int = 0
+    """Tokens that such requests repeated, but that were not cached any more."""
+    gate: GateCounters = field(default_factory=GateCounters)
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
     """The core's state for metrics."""
@@ -97,8 +112,7 @@ class SchedulerStats:
     ended: dict[EndReason, int]
     forecasts: list[ForecastStats]
     workers: list[WorkerStats]
-    gate: GateCounters = field(default_factory=GateCounters)
-    """Requests that waited as first turns of sessions."""
+    sessions: SessionStats
 
 
 def request_stats(request: Request, running: tuple[Worker, int] | None) -> RequestStats:

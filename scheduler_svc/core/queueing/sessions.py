@@ -1,10 +1,16 @@
 """Sessions: conversations whose turns extend each other, recognised by the keys of their blocks.
 
 A request that extends the whole sequence of an earlier one, prompt and answer, continues its session. The key of the
-last full block of that sequence, the *tail*, identifies it, also by cache scope. Clients do nothing for this.
+last full block of that sequence, the *tail*, identifies it, also by cache scope. Chat templates may drop the reasoning
+from earlier answers, and answers may be shorter than a block. Therefore a longer prompt with the last full block of the
+earlier prompt, the *stem*, continues the session, too, unless other sessions had this block before. The last tokens of
+a prompt do not count, because they may only open the answer. Clients do nothing for this.
+
+A client may name a session instead. Then its prompts need not extend each other. A name is valid within a tenant and a
+cache scope.
 
 Each request has a slot in a table from its arrival on, and while its session pauses after it. The table has a fixed
-size. The session that has paused longest is dropped first.
+size. If it is full, the session that has paused longest is dropped. A tenant with a quarter of the table drops its own.
 
 Chances of return, pauses and growth are learned by tenant and first block, and by tenant. The chance depends on the
 turn. A session counts as ended when it has paused for twice the mean pause. If it returns, this is corrected.
@@ -13,6 +19,7 @@ turn. A session counts as ended when it has paused for twice the mean pause. If 
 import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,6 +31,10 @@ MAX_SESSIONS = 4096
 """Maximum number of sessions in the table."""
 TURNS_AHEAD = np.array([*range(13), 14, 16, 20, 24, 32, 48], np.float64)
 """Turns ahead at which the demand is computed."""
+OPENING = 16
+"""Number of tokens at the end of a prompt that may only open the answer, so that the next prompt lacks them."""
+_TENANT_PART = 4
+"""A tenant with this part of the table drops its own sessions if the table is full."""
 MIN_FIRST_TURNS = 4
 """Number of first turns after which what was learned about them is used."""
 _MAX_KINDS = 1024
@@ -42,12 +53,32 @@ _PAUSES = 2.0
 """Number of mean pauses after which a session counts as ended."""
 _REVIEW_S = 0.25
 """Time between two searches for sessions that have ended, s."""
+SessionName = tuple[str, bytes, bytes]
+"""Tenant, cache scope, and the client's name for the session."""
 _OWN, _GROWTH, _AHEAD, _CHANCE, _PAUSE, _SINCE, _DUE, _STATE, _TENANT = range(9)
 """Columns of the table: own tokens, growth per turn in tokens, expected further turns, chance of another turn, mean
 pause in s, start of the pause in s, time at which it counts as ended in s, state, number of the tenant.
 """
 _FREE, _PAUSING, _ACTIVE, _AT_GATE = 0.0, 1.0, 2.0, 3.0
 """Values of the column `_STATE`."""
+
+
+class Turn(NamedTuple):
+    """A later turn of a session."""
+
+    number: int
+    """2 for the second turn."""
+    pause_s: float
+    """Time since the end of the turn before, s; 0 if that one has not ended."""
+    known: int
+    """Leading tokens that it shares with the turn before, as far as known."""
+
+    def text(self, num_cached: int) -> str:
+        """Return a line for the request's history; `num_cached` of its tokens are cached."""
+        line = f"turn {self.number} of its session, after a pause of {self.pause_s:.1f} s"
+        if not self.known:
+            return line
+        return f"{line}; {min(num_cached, self.known)} of the {self.known} tokens that it repeats are cached"
 
 
 class Habits:
@@ -121,9 +152,13 @@ class Habits:
 class _Session:
     """The parts of a slot that are not in the table."""
 
-    __slots__ = ("has_left", "kinds", "length", "prompt", "shared", "tail", "total", "turn")
+    __slots__ = (
+        "has_left", "kinds", "length", "name", "prompt", "shared", "stem", "stem_length", "tail", "total", "turn",
+    )  # fmt: skip
 
-    def __init__(self, kinds: tuple[Habits, ...], turn: int, prompt: int, shared: int) -> None:
+    def __init__(
+        self, kinds: tuple[Habits, ...], turn: int, prompt: int, shared: int, name: SessionName | None
+    ) -> None:
         self.kinds = kinds
         """What is known about sessions like this one, most specific first."""
         self.turn = turn
@@ -136,6 +171,10 @@ class _Session:
         self.tail: BlockKey = b""
         self.length = 0
         """Tokens up to the end of the tail."""
+        self.stem: BlockKey = b""
+        self.stem_length = 0
+        """Tokens up to the end of the stem."""
+        self.name = name
         self.has_left = False
 
     @property
@@ -161,38 +200,62 @@ class Sessions:
         self._free: list[int] = []
         self._pausing: OrderedDict[int, None] = OrderedDict()
         """Slots of pausing sessions, the longest pause first."""
+        self._pausing_of: dict[int, OrderedDict[int, None]] = {}
+        """The same by number of the tenant; tenants without pausing sessions have no entry."""
         self._tails: dict[BlockKey, int] = {}
         """Slots by the tail of their sequence."""
+        self._stems: dict[BlockKey, int] = {}
+        """Slots by the stem of their sequence; the newest if several sequences have the same."""
+        self._named: dict[SessionName, int] = {}
+        """Slots by name."""
         self._lengths: Counter[int] = Counter()
-        """Number of tails by the number of tokens up to their end."""
+        """Number of tails and stems by the number of tokens up to their end."""
         self._reviewed = 0.0
+        self.num_later_turns = 0
+        """Number of requests that continued a session."""
+        self.num_lost_tokens = 0
+        """Tokens that such requests repeated, but that were not cached any more."""
+
+    @property
+    def num_active(self) -> int:
+        """Number of sessions with a request that has passed the gate."""
+        return int(np.count_nonzero(self._table[:, _STATE] == _ACTIVE))
+
+    @property
+    def num_pausing(self) -> int:
+        """Number of sessions that pause and have not paused for so long that they count as ended."""
+        return int(np.count_nonzero((self._table[:, _STATE] == _PAUSING) & np.isfinite(self._table[:, _DUE])))
 
     # ---------------------------------------------------------------- life of a session
 
-    def arrived(self, request: Request, now: float) -> None:
-        """Assign a new request to the session that it continues, or to a new one."""
+    def arrived(self, request: Request, now: float) -> Turn | None:
+        """Assign a new request to the session that it continues, or to a new one; return a later turn."""
         kinds = self._kinds_of(request)
-        slot = self._find(request, can_return=kinds[-1].num_returns > 0)
-        if slot is None:
+        slot, known = self._find(request, can_return=kinds[-1].num_returns > 0) or (-1, 0)
+        if (name := _name(request)) is not None:
+            slot = self._named.get(name, slot)
+        if slot < 0:
             self._begin(request, kinds, now)
-            return
-        session = self._sessions[slot]
-        assert session is not None
+            return None
+        session = self._session(slot)
+        self.num_later_turns += 1
+        self.num_lost_tokens += max(0, known - len(request.tokens) + request.wait.uncached)
         if self._table[slot, _STATE] != _PAUSING:
             # Two requests continue one sequence. The second is a branch with its own session.
             self._begin(request, kinds, now, session)
-            return
+            return Turn(session.turn + 1, 0.0, known)
         pause_s = now - float(self._table[slot, _SINCE])
         for kind in session.kinds:
             if session.has_left:
                 kind.came_back(session.turn)
-            kind.has_returned(session.turn, pause_s, len(request.tokens) - session.prompt)
+            kind.has_returned(session.turn, pause_s, max(0, len(request.tokens) - session.prompt))
         session.has_left = False
         session.turn += 1
         session.prompt = len(request.tokens)
-        del self._pausing[slot]
+        self._resume(slot)
         request.session = slot
         self._write(slot, session, request, _ACTIVE, now)
+        return Turn(session.turn, pause_s, known)
 
     def ended(self, request: Request, num_tokens: int, now: float, *, is_complete: bool) -> None:
         """Record the end of a request: its session pauses.
@@ -206,18 +269,28 @@ class Sessions:
         slot, request.session = request.session, -1
         if slot < 0:
             return
-        session = self._sessions[slot]
-        assert session is not None
+        session = self._session(slot)
         if is_complete:
-            tail, at = _tail(request, num_tokens)
+            tail, at = _last_key(request, num_tokens - 1)  # The next prompt may not repeat the last token.
             # Without a token of the answer, other sessions may have the same tail.
             if at > request.spec.num_prompt_tokens:
                 self._set_tail(slot, session, tail, at)
                 session.total = num_tokens
-        if not session.tail:
+            stem, at = _last_key(request, request.spec.num_prompt_tokens - OPENING)
+            if at > session.shared:
+                self._set_stem(slot, session, stem, at)
+                session.total = num_tokens
+            if request.spec.ends_session:
+                self._left(slot)
+                self._drop(slot)
+                return
+        if session.name is not None:
+            session.total = num_tokens
+        elif not (session.tail or session.stem):
             self._drop(slot)
             return
         self._pausing[slot] = None
+        self._pausing_of.setdefault(self._tenant(slot), OrderedDict())[slot] = None
         self._write(slot, session, request, _PAUSING, now)
 
     def time_passed(self, now: float) -> None:
@@ -234,7 +307,7 @@ class Sessions:
     def begins(self, request: Request) -> bool:
         """Return whether a request is probably the first turn of several."""
         session = self._sessions[request.session] if request.session >= 0 else None
-        if session is None or session.turn > 1:
+        if session is None or session.turn > 1 or request.spec.ends_session:
             return False
         habits = session.habits
         return habits.num_first_turns >= MIN_FIRST_TURNS and 2.0 * habits.returned[0] >= habits.num_first_turns
@@ -282,66 +355,98 @@ class Sessions:
         assert len(self._sessions) <= MAX_SESSIONS
         assert sorted(self._free) == np.flatnonzero(states == _FREE).tolist()
         assert sorted(self._pausing) == np.flatnonzero(states == _PAUSING).tolist()
+        of_tenants = [(tenant, slot) for tenant, slots in self._pausing_of.items() for slot in slots]
+        assert sorted(of_tenants) == sorted((self._tenant(slot), slot) for slot in self._pausing)
+        assert all(self._pausing_of.values())
         assert sorted(self._free) == [slot for slot, each in enumerate(self._sessions) if each is None]
         tails = {each.tail: slot for slot, each in enumerate(self._sessions) if each is not None and each.tail}
         assert tails == self._tails
-        assert self._lengths == Counter(each.length for each in self._sessions if each is not None and each.tail)
+        names = {each.name: slot for slot, each in enumerate(self._sessions) if each is not None and each.name}
+        assert names == self._named
+        stems = {each.stem: slot for slot, each in enumerate(self._sessions) if each is not None and each.stem}
+        assert stems == self._stems
+        ends = [each.length for each in self._sessions if each is not None and each.tail]
+        ends += [each.stem_length for each in self._sessions if each is not None and each.stem]
+        assert self._lengths == Counter(ends)
 
     # ----------------------------------------------------------------
 
-    def _find(self, request: Request, *, can_return: bool) -> int | None:
-        """Return the slot of the session that the request continues, or None.
+    def _find(self, request: Request, *, can_return: bool) -> tuple[int, int] | None:
+        """Return the slot of the session that the request continues, and the tokens that it repeats; None without one.
 
         Args:
             request: the request.
             can_return: whether to look for sessions whose blocks were evicted, which costs more.
         """
-        num_tokens = len(request.tokens)
-        num_cached = num_tokens - request.wait.uncached
+        num_cached = len(request.tokens) - request.wait.uncached
         for size, keys in request.keys.items():
-            # The tail of a cached session is the last block found, or the one before it.
-            found = KEY_BYTES * (num_cached // size)
-            for end in (found, found - KEY_BYTES):
-                slot = self._tails.get(keys[end - KEY_BYTES : end]) if end > 0 else None
-                if slot is not None and self._total(slot) < num_tokens:
-                    return slot
-            if not can_return:
-                continue
-            ends: Iterable[int] = range(KEY_BYTES, len(keys) + 1, KEY_BYTES)
+            # The tail or stem of a cached session is the last block found, or shortly before it.
+            last = KEY_BYTES * (num_cached // size)
+            ends: Iterable[int] = range(last, max(0, last - (OPENING // size + 3) * KEY_BYTES), -KEY_BYTES)
+            found = self._ending(request, keys, size, ends)
+            if found is not None or not can_return:
+                return found
+            ends = range(KEY_BYTES, len(keys) + 1, KEY_BYTES)
             if len(self._lengths) < len(keys) // KEY_BYTES:
                 ends = [KEY_BYTES * (length // size) for length in self._lengths]
-            slots = [slot for end in ends if (slot := self._tails.get(keys[end - KEY_BYTES : end])) is not None]
-            slots = [slot for slot in slots if self._total(slot) < num_tokens]
-            if slots:
-                return max(slots, key=self._total)
+            found = self._ending(request, keys, size, ends)
+            if found is not None:
+                return found
         return None
 
-    def _total(self, slot: int) -> int:
+    def _ending(self, request: Request, keys: bytes, size: int, ends: Iterable[int]) -> tuple[int, int] | None:
+        """Return the longest session that the request continues and that ends with one of these keys, as `_find` does.
+
+        Args:
+            request: the request.
+            keys: its keys.
+            size: tokens per block.
+            ends: ends of some of its keys, bytes.
+        """
+        num_tokens = len(request.tokens)
+        tails, stems = self._tails, self._stems
+        found = [(end, slot) for end in ends if (slot := tails.get(keys[end - KEY_BYTES : end])) is not None]
+        found = [each for each in found if self._session(each[1]).total < num_tokens]
+        if not found:
+            found = [(end, slot) for end in ends if (slot := stems.get(keys[end - KEY_BYTES : end])) is not None]
+            found = [each for each in found if self._session(each[1]).prompt < num_tokens]
+        if not found:
+            return None
+        end, slot = max(found)
+        return slot, end // KEY_BYTES * size
+
+    def _session(self, slot: int) -> _Session:
         session = self._sessions[slot]
         assert session is not None
-        return session.total
+        return session
 
     def _begin(self, request: Request, kinds: tuple[Habits, ...], now: float, parent: _Session | None = None) -> None:
         """Give a request a slot of its own, unless all sessions are active."""
-        slot = self._take_slot()
+        number = tenant_number(request.spec.tenant)
+        slot = self._take_slot(number)
         if slot is None:
             return
+        name = _name(request) if parent is None else None
+        if name is not None:
+            self._named[name] = slot
         shared = max(0, len(request.tokens) - request.wait.uncached)
         turn = 1 if parent is None else parent.turn + 1
-        session = self._sessions[slot] = _Session(kinds, turn, len(request.tokens), shared)
-        self._table[slot, _TENANT] = tenant_number(request.spec.tenant)
+        session = self._sessions[slot] = _Session(kinds, turn, len(request.tokens), shared, name)
+        self._table[slot, _TENANT] = number
         request.session = slot
         self._write(slot, session, request, _ACTIVE, now)
 
-    def _take_slot(self) -> int | None:
+    def _take_slot(self, tenant: int) -> int | None:
         if self._free:
             return self._free.pop()
         slot = len(self._sessions)
         if slot == MAX_SESSIONS:
             if not self._pausing:
                 return None
-            self._left(next(iter(self._pausing)))
-            self._drop(next(iter(self._pausing)))
+            own = self._pausing_of.get(tenant, ())
+            oldest = next(iter(own if len(own) >= MAX_SESSIONS // _TENANT_PART else self._pausing))
+            self._left(oldest)
+            self._drop(oldest)
             return self._free.pop()
         self._sessions.append(None)
         if slot == len(self._table):
@@ -381,6 +486,17 @@ class Sessions:
         ahead, chance = habits.turns_ahead(turn), habits.chance(turn)
         self._table[slot, :_TENANT] = (own, habits.growth, ahead, chance, pause_s, now, due, state)
 
+    def _tenant(self, slot: int) -> int:
+        return int(self._table[slot, _TENANT])
+
+    def _resume(self, slot: int) -> None:
+        """Record that a session does not pause any more."""
+        del self._pausing[slot]
+        tenant = self._tenant(slot)
+        del self._pausing_of[tenant][slot]
+        if not self._pausing_of[tenant]:
+            del self._pausing_of[tenant]
+
     def _left(self, slot: int) -> None:
         session = self._sessions[slot]
         assert session is not None
@@ -398,7 +514,7 @@ class Sessions:
             owner = self._sessions[other]
             assert owner is not None
             self._clear_tail(owner)
-            if other in self._pausing:
+            if other in self._pausing and owner.name is None:
                 self._left(other)
                 self._drop(other)
         session.tail, session.length = tail, length
@@ -408,16 +524,38 @@ class Sessions:
     def _clear_tail(self, session: _Session) -> None:
         if session.tail:
             del self._tails[session.tail]
-            self._lengths[session.length] -= 1
-            if not self._lengths[session.length]:
-                del self._lengths[session.length]
+            self._forget_length(session.length)
             session.tail = b""
+
+    def _set_stem(self, slot: int, session: _Session, stem: BlockKey, length: int) -> None:
+        self._clear_stem(session)
+        other = self._stems.get(stem)
+        if other is not None:
+            self._clear_stem(self._session(other))
+        session.stem, session.stem_length = stem, length
+        self._stems[stem] = slot
+        self._lengths[length] += 1
+
+    def _clear_stem(self, session: _Session) -> None:
+        if session.stem:
+            del self._stems[session.stem]
+            self._forget_length(session.stem_length)
+            session.stem = b""
+
+    def _forget_length(self, length: int) -> None:
+        self._lengths[length] -= 1
+        if not self._lengths[length]:
+            del self._lengths[length]
 
     def _drop(self, slot: int) -> None:
         session = self._sessions[slot]
         assert session is not None
         self._clear_tail(session)
-        self._pausing.pop(slot, None)
+        self._clear_stem(session)
+        if session.name is not None:
+            del self._named[session.name]
+        if slot in self._pausing:
+            self._resume(slot)
         self._sessions[slot] = None
         self._table[slot] = 0.0
         self._table[slot, _DUE] = np.inf
@@ -429,6 +567,12 @@ def tenant_number(tenant: str) -> int:
     return zlib.crc32(tenant.encode())
 
 
+def _name(request: Request) -> SessionName | None:
+    """Return the name of the session that the client has given; None without one."""
+    spec = request.spec
+    return (spec.tenant, spec.cache_scope, spec.session) if spec.session else None
+
+
 def _weights(table: Float64Array, horizon_s: float, now: float) -> Float64Array:
     """Return how much of each session counts: 1 while it is active, its chance of return while it pauses."""
     state, chance, pause = table[:, _STATE], table[:, _CHANCE], table[:, _PAUSE]
@@ -438,17 +582,14 @@ def _weights(table: Float64Array, horizon_s: float, now: float) -> Float64Array:
     return np.where(state == _ACTIVE, 1.0, np.where(state == _PAUSING, np.nan_to_num(returns), 0.0))
 
 
-def _tail(request: Request, num_tokens: int) -> tuple[BlockKey, int]:
-    """Return the key of the last full block before the last token of a sequence, and the tokens up to its end.
-
-    The last token may be one that the next prompt does not repeat.
-    """
-    tail, most = b"", 0
+def _last_key(request: Request, most: int) -> tuple[BlockKey, int]:
+    """Return the key of the last full block within the first `most` tokens, and the tokens up to its end, or none."""
+    key, end = b"", 0
     for size, keys in request.keys.items():
-        number = min(len(keys) // KEY_BYTES, (num_tokens - 1) // size)
-        if number * size > most:
-            tail, most = keys[KEY_BYTES * (number - 1) : KEY_BYTES * number], number * size
-    return tail, most
+        number = min(len(keys) // KEY_BYTES, max(0, most) // size)
+        if number * size > end:
+            key, end = keys[KEY_BYTES * (number - 1) : KEY_BYTES * number], number * size
+    return key, end
 
 
 def _stage(turn: int) -> int:

@@ -43,9 +43,13 @@ class ResponsesEndpoints:
     async def create(self, exchange: Exchange) -> None:
         """Serve POST `/v1/responses`."""
         body = self._resolved(await exchange.read(partial(parse, ResponsesBody)))
-        earlier = self._earlier(body)
+        stored = self._previous(body)
+        earlier = [] if stored is None else stored.messages
         request_id = choose_request_id(exchange, body)
-        prepared = self._runner.prepare(to_chat(body, earlier), request_id)
+        session_id = body.session_id or (request_id if stored is None else stored.session_id)
+        prepared = self._runner.prepare(
+            to_chat(body.model_copy(update={"session_id": session_id}), earlier), request_id
+        )
         model = self._services.served_model().name
         logprobs = None
         if body.logprobs:
@@ -62,7 +66,8 @@ class ResponsesEndpoints:
             response = answer.response()
             items = [InputItem.model_validate(_as_input(item)) for item in response["output"]]
             before = [*earlier, *to_messages(body.input)]
-            self._store.put(principal, StoredResponse(response, [*before, *to_messages(items)], len(before)))
+            conversation = [*before, *to_messages(items)]
+            self._store.put(principal, StoredResponse(response, conversation, len(before), session_id))
 
         whole = None if body.stream else answer.response
         await self._runner.run(exchange, [prepared], answer, whole=whole, finished=keep)
@@ -70,7 +75,9 @@ class ResponsesEndpoints:
     async def count_tokens(self, exchange: Exchange) -> None:
         """Serve POST `/v1/responses/input_tokens`."""
         body = self._resolved(await exchange.read(partial(parse, ResponsesBody)))
-        prepared = self._runner.prepare(to_chat(body, self._earlier(body)), choose_request_id(exchange, body))
+        stored = self._previous(body)
+        chat = to_chat(body, [] if stored is None else stored.messages)
+        prepared = self._runner.prepare(chat, choose_request_id(exchange, body))
         response = await self._texts.tokenize(v1.TokenizeRequest(chat=prepared.request.chat))
         await exchange.answer({"object": "response.input_tokens", "input_tokens": len(response.token_ids)})
 
@@ -133,9 +140,10 @@ class ResponsesEndpoints:
             raise InvalidRequestError(FieldViolation(f"input[{number}].id", what))
         return InputItem.model_validate(_as_input(stored))
 
-    def _earlier(self, body: ResponsesBody) -> list[Json]:
+    def _previous(self, body: ResponsesBody) -> StoredResponse | None:
+        """Return the response that the request continues; None if it continues none."""
         if body.previous_response_id is None:
-            return []
+            return None
         if self._store.is_off:
             what = "this server stores no responses; send the whole conversation as input"
             raise InvalidRequestError(FieldViolation("previous_response_id", what))
@@ -143,7 +151,7 @@ class ResponsesEndpoints:
         if stored is None:
             what = f"response {body.previous_response_id[:64]!r} {_NOT_STORED}"
             raise PreviousResponseError(FieldViolation("previous_response_id", what))
-        return stored.messages
+        return stored
 
     def _stored(self, response_id: str) -> StoredResponse:
         stored = self._store.get(CURRENT.get().name, response_id)

@@ -18,6 +18,8 @@ class StoredResponse:
     messages: list[Json]
     num_input: int
     """Number of the messages before the response."""
+    session_id: str = ""
+    """The scheduler's name for the conversation."""
 
 
 @dataclass(slots=True)
@@ -56,7 +58,7 @@ class ResponseStore:
 
     def put(self, principal: str, stored: StoredResponse) -> None:
         """Store a response of a principal, unless it is larger than the store."""
-        text = json.dumps([stored.response, stored.messages, stored.num_input], ensure_ascii=False)
+        text = json.dumps([stored.response, stored.messages, stored.num_input, stored.session_id], ensure_ascii=False)
         size = len(text.encode())
         response_id = str(stored.response["id"])
         self.drop(principal, response_id)

@@ -54,6 +54,7 @@ def test_every_option_reaches_the_request() -> None:
         include_stop_str_in_output=True, ignore_eos=True, min_tokens=2, skip_special_tokens=False, logprobs=4,
         prompt_logprobs=2, echo=True, truncate_prompt_tokens=10, priority=5, cache_salt="s", tenant="t",
         request_class="c", expected_output_tokens=6, ttft_target_s=0.5, total_time_target_s=2, user="ignored",
+        session_id="a", ends_session=True,
     )  # fmt: skip
     expected = v1.GenerateRequest(
         request_id="id",
@@ -72,7 +73,8 @@ def test_every_option_reaches_the_request() -> None:
             include_special_tokens=True, logprobs=4, prompt_logprobs=2, echo=True, truncate_prompt_tokens=10
         ),
         scheduling=v1.SchedulingOptions(
-            priority=-5, cache_scope="s", tenant="t", request_class="c", expected_output_tokens=6
+            priority=-5, cache_scope="s", tenant="t", request_class="c", expected_output_tokens=6, session_id="a",
+            ends_session=True,
         ),
     )  # fmt: skip
     expected.scheduling.ttft_target.FromMilliseconds(500)

@@ -277,7 +277,7 @@ def test_a_principal_evicts_its_own_responses() -> None:
 
 
 def test_a_response_can_be_continued_returned_and_deleted(tmp_path: Path) -> None:
-    """The next response can continue a stored one; a response that is not stored is not found."""
+    """The next response continues a stored one in its session; a response that is not stored is not found."""
 
     async def main() -> None:
         async with running_stack(tmp_path) as stack:
@@ -293,6 +293,8 @@ def test_a_response_can_be_continued_returned_and_deleted(tmp_path: Path) -> Non
             private = (await stack.http.post("/v1/responses", json=request | {"store": False})).json()
             unknown = await stack.http.get(f"/v1/responses/{private['id']}")
 
+            sessions = [submission.session for submission in stack.core.submissions]
+            assert sessions[0] == sessions[1] != sessions[-1]
             assert first["status"] == "incomplete"
             assert kept.json() == first
             assert second["usage"]["input_tokens"] > 2 * first["usage"]["input_tokens"]

@@ -557,6 +557,8 @@ class Submission(_message.Message):
     POOLING_FIELD_NUMBER: _builtins.int
     ACCEPTED_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    ENDS_SESSION_FIELD_NUMBER: _builtins.int
     stream: _builtins.int
     """Number of the stream, chosen by the front end, below 2^31. A second submission of a live stream is ignored."""
     request_id: _builtins.str
@@ -621,6 +623,12 @@ class Submission(_message.Message):
     """Fingerprint of the model that validated the request and generated its tokens; no other model continues it. At most
     128 bytes. Empty: not known.
     """
+    session: _builtins.bytes
+    """Name of the request's session within its tenant and cache scope; at most 128 bytes. Empty: the core finds it by
+    content.
+    """
+    ends_session: _builtins.bool
+    """The session ends with this request."""
     def __init__(
         self,
         *,
@@ -651,10 +659,12 @@ class Submission(_message.Message):
         pooling: _builtins.int = ...,
         accepted: _builtins.bool = ...,
         model: _builtins.str = ...,
+        session: _builtins.bytes = ...,
+        ends_session: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "again", b"again", "block_keys", b"block_keys", "block_size", b"block_size", "cache_scope", b"cache_scope", "computes_whole_prompt", b"computes_whole_prompt", "credit", b"credit", "deadline_ns", b"deadline_ns", "expected_output_tokens", b"expected_output_tokens", "grammar", b"grammar", "identity", b"identity", "max_tokens", b"max_tokens", "model", b"model", "num_prompt_tokens", b"num_prompt_tokens", "pooling", b"pooling", "priority", b"priority", "request_class", b"request_class", "request_id", b"request_id", "resume_info", b"resume_info", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "stream", b"stream", "tenant", b"tenant", "token_ids", b"token_ids", "total_time_target_ns", b"total_time_target_ns", "traceparent", b"traceparent", "ttft_target_ns", b"ttft_target_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "again", b"again", "block_keys", b"block_keys", "block_size", b"block_size", "cache_scope", b"cache_scope", "computes_whole_prompt", b"computes_whole_prompt", "credit", b"credit", "deadline_ns", b"deadline_ns", "ends_session", b"ends_session", "expected_output_tokens", b"expected_output_tokens", "grammar", b"grammar", "identity", b"identity", "max_tokens", b"max_tokens", "model", b"model", "num_prompt_tokens", b"num_prompt_tokens", "pooling", b"pooling", "priority", b"priority", "request_class", b"request_class", "request_id", b"request_id", "resume_info", b"resume_info", "sampling", b"sampling", "session", b"session", "stop_token_ids", b"stop_token_ids", "stream", b"stream", "tenant", b"tenant", "token_ids", b"token_ids", "total_time_target_ns", b"total_time_target_ns", "traceparent", b"traceparent", "ttft_target_ns", b"ttft_target_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

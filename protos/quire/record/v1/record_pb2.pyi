@@ -1031,6 +1031,8 @@ class Spec(_message.Message):
     IDENTITY_FIELD_NUMBER: _builtins.int
     RESUME_SIZE_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    ENDS_SESSION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of the request."""
     num_prompt_tokens: _builtins.int
@@ -1067,6 +1069,10 @@ class Spec(_message.Message):
     """Bytes of what another front end needs to resume it."""
     traceparent: _builtins.str
     """W3C traceparent."""
+    session: _builtins.bytes
+    """Tag of the session's name."""
+    ends_session: _builtins.bool
+    """See quire.link.v1.Submission."""
     def __init__(
         self,
         *,
@@ -1088,10 +1094,12 @@ class Spec(_message.Message):
         identity: _builtins.bytes = ...,
         resume_size: _builtins.int = ...,
         traceparent: _builtins.str = ...,
+        session: _builtins.bytes = ...,
+        ends_session: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_scope", b"cache_scope", "computes_whole_prompt", b"computes_whole_prompt", "expected_output_tokens", b"expected_output_tokens", "grammar_size", b"grammar_size", "grammar_tag", b"grammar_tag", "identity", b"identity", "max_tokens", b"max_tokens", "model", b"model", "num_prompt_tokens", b"num_prompt_tokens", "num_stops", b"num_stops", "pooling", b"pooling", "priority", b"priority", "request_class", b"request_class", "request_id", b"request_id", "resume_size", b"resume_size", "sampling_size", b"sampling_size", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_scope", b"cache_scope", "computes_whole_prompt", b"computes_whole_prompt", "ends_session", b"ends_session", "expected_output_tokens", b"expected_output_tokens", "grammar_size", b"grammar_size", "grammar_tag", b"grammar_tag", "identity", b"identity", "max_tokens", b"max_tokens", "model", b"model", "num_prompt_tokens", b"num_prompt_tokens", "num_stops", b"num_stops", "pooling", b"pooling", "priority", b"priority", "request_class", b"request_class", "request_id", b"request_id", "resume_size", b"resume_size", "sampling_size", b"sampling_size", "session", b"session", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
