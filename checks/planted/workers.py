@@ -1,16 +1,19 @@
 """Bugs with workers: wrong results, lost and drained workers, and their requests."""
 
+import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 
 from checks.planted.bug import bug, wrap
 from checks.sim.aims import with_faults, with_long_freezes
 from checks.sim.faults import Fault
+from scheduler_svc.core import scheduler
 from scheduler_svc.core.interface import events as ev
-from scheduler_svc.core.planning import results
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.workers.fleet import Fleet
+from scheduler_svc.core.workers.worker import Worker
 
 
 @bug("worker.stale", "core", aim=with_faults(Fault.STALE_EPOCH))
@@ -22,7 +25,14 @@ def stale_epoch_accepted(patch: pytest.MonkeyPatch) -> None:
 @bug("worker.wrong", aim=with_faults(Fault.WRONG_ROWS))
 def wrong_rows_believed(patch: pytest.MonkeyPatch) -> None:
     """A result with other rows than in the plan is accepted."""
-    patch.setattr(results, "_are_same", lambda planned, answered: len(planned) == len(answered))
+
+    def believed(settle: Any, worker: Worker, event: ev.StepDone, now: float) -> Any:
+        planned = worker.in_flight[0].rows if worker.in_flight else event.rows
+        if len(planned) == len(event.rows):
+            event = dataclasses.replace(event, rows=planned.astype(np.int32))
+        return settle(worker, event, now)
+
+    wrap(patch, scheduler, "settle", believed)
 
 
 @bug("worker.blamed", aim=with_long_freezes)
