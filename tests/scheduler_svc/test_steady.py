@@ -17,10 +17,10 @@ def _content(plan: Plan) -> dict[str, object]:
     return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in found.items()}
 
 
-def _serve(seed: int) -> tuple[list[str], dict[int, list[int]]]:
+def _serve(seed: int, in_flight: int) -> tuple[list[str], dict[int, list[int]]]:
     """Serve random requests; return the plans, and the tokens of each request."""
     rng = random.Random(seed)
-    cluster = Cluster(max_num_batched_tokens=64)
+    cluster = Cluster(max_num_batched_tokens=64, max_plans_in_flight=in_flight)
     cluster.join(ModelWorker(b"w/1", 24, 4, 4))
     for stream in range(12):
         cluster.submit(stream, [rng.randrange(50) for _ in range(rng.randrange(1, 20))], rng.randrange(1, 40))
@@ -35,8 +35,9 @@ def _serve(seed: int) -> tuple[list[str], dict[int, list[int]]]:
     }
 
 
+@pytest.mark.parametrize("in_flight", [1, 2])
 @pytest.mark.parametrize("seed", range(6))
-def test_steady_plans_equal_those_of_the_planner(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steady_plans_equal_those_of_the_planner(seed: int, in_flight: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With requests that arrive, end, need blocks and are preempted, all plans are the same without the short cut."""
     steady: list[bool] = []
 
@@ -46,8 +47,8 @@ def test_steady_plans_equal_those_of_the_planner(seed: int, monkeypatch: pytest.
         return plan
 
     monkeypatch.setattr("scheduler_svc.core.scheduler.plan_steady", counted)
-    with_steady = _serve(seed)
+    with_steady = _serve(seed, in_flight)
     monkeypatch.setattr("scheduler_svc.core.scheduler.plan_steady", lambda *_: None)
 
-    assert _serve(seed) == with_steady
+    assert _serve(seed, in_flight) == with_steady
     assert any(steady), "no plan took the short cut, so nothing was compared"

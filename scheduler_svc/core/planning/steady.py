@@ -30,8 +30,7 @@ def plan_steady(worker: Worker, step_deadline_s: float, now: float) -> Plan | No
         or worker.suspended_trials
         or worker.trial_due
         or worker.obstacle is not None
-        or not in_flight
-        or in_flight[-1].solo is not None
+        or (in_flight and in_flight[-1].solo is not None)
     ):
         return None
     num_rows = len(decodes)
