@@ -7,7 +7,6 @@ pause do not count as missing. Only the poll blocks.
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -27,6 +26,7 @@ from scheduler_svc.journal.journal import Journal
 from scheduler_svc.kv_events import KvEvents
 from scheduler_svc.leader_lease import LeaderLease
 from scheduler_svc.live_views import LiveViews
+from scheduler_svc.metric_snapshots import MetricSnapshots
 from scheduler_svc.metrics import Leadership, SchedulerMetrics
 from scheduler_svc.operator import Operator
 from scheduler_svc.recorder.recorder import Recorder, RecorderStats
@@ -57,8 +57,6 @@ _GATHER_SHARE = 0.05
 """The same as a share of the shortest step in flight. The workers have another plan meanwhile."""
 _MIN_GATHERED = 0.5
 """Minimum number of results that must be expected in this time."""
-METRICS_S = 0.002
-"""Maximum time per turn to compute the metrics that a front end has requested."""
 IDLE_INTERVAL_S = 0.5
 """Interval of pings and of polls of the worker processes while no request is live."""
 SILENCE_WITH_STANDBY_S = 2.0
@@ -98,15 +96,6 @@ class _UnsentPlan(NamedTuple):
     frame: bytes
     began: float
     """Time at which planning began, s."""
-
-
-class _Snapshot(NamedTuple):
-    """A front end's request for the metrics, which are computed in several turns."""
-
-    peer: ev.Peer
-    request: int
-    rest: Iterator[link_pb2.MetricFamily | None]
-    found: list[link_pb2.MetricFamily]
 
 
 class SchedulerService:
@@ -196,8 +185,7 @@ class SchedulerService:
         """
         self._unsent: list[_UnsentPlan] = []
         """Plans that were made in this turn and not sent yet, in order."""
-        self._snapshots: deque[_Snapshot] = deque()
-        """Requested metrics that are being computed, oldest first."""
+        self._snapshots = MetricSnapshots(self._frontends, self._families_in_parts)
         self._part_times = [self._metrics.turn_part(name) for name in TURN_PARTS]
         self._part_began = 0.0
         watch_collections(self._metrics.turn_part("collection").observe)
@@ -268,20 +256,6 @@ class SchedulerService:
         standbys = None if self._standbys is None else self._standbys.stats(self._journal)
         leadership = Leadership(self._leader_number, self._lease, standbys)
         return self._metrics.in_parts(self._core.stats(), self._journal, record, leadership)
-
-    def _continue_snapshots(self, now: float) -> bool:
-        """Compute requested metrics for at most `METRICS_S`; return whether some are left."""
-        while self._snapshots:
-            snapshot = self._snapshots[0]
-            for family in snapshot.rest:
-                if family is not None:
-                    snapshot.found.append(family)
-                if time.monotonic() - now > METRICS_S:
-                    return True
-            self._snapshots.popleft()
-            families = [*snapshot.found, *self._frontends.families()]
-            self._frontends.outgoing(snapshot.peer).set_snapshot(snapshot.request, families)
-        return False
 
     def _part_done(self, part: int) -> None:
         """Record the time of a part of the turn, which ends now."""
@@ -357,7 +331,7 @@ class SchedulerService:
             self._frontends.outgoing(peer).add_reply(reply)
         self._part_done(4)
         if self._snapshots:
-            more |= self._continue_snapshots(now)
+            more |= self._snapshots.proceed(now)
             self._part_done(5)
         self._planned_at = now
         if now >= self._settled_at:
@@ -545,8 +519,7 @@ class SchedulerService:
         if incoming.report is not None:
             self._frontends.set_report(peer, incoming.report)
         if incoming.snapshot_request:
-            rest = self._families_in_parts()
-            self._snapshots.append(_Snapshot(peer, incoming.snapshot_request, rest, []))
+            self._snapshots.add(peer, incoming.snapshot_request)
         for request in incoming.operator_requests:
             reply = self._operate(peer, request, now)
             if reply is not None:
