@@ -213,7 +213,7 @@ class RequestRegistry:
 
     def _predict(self, request: Request, num_competing: int, now: float) -> None:
         """Forecast times for a new request, which `num_competing` others compete with."""
-        worker, uncached = self.forecast.look_up(request)
+        worker, uncached = self.forecast.look_up(request, now)
         request.wait.uncached = uncached
         request.wait.must_start = self.forecast.must_start(request, uncached)
         if not request.accepted and not request.num_generated:
@@ -264,7 +264,7 @@ class RequestRegistry:
     def requeue(self, request: Request, now: float, outcome: str = "") -> None:
         """Make a request wait for a worker; `outcome` is why it left its previous worker."""
         is_new = request.state is RequestState.ARRIVED
-        uncached = request.wait.uncached if is_new else self.forecast.look_up(request)[1]
+        uncached = request.wait.uncached if is_new else self.forecast.uncached_tokens(request)
         wait = Wait(since=now, tokens=len(request.tokens), uncached=uncached)
         if self._orders_by_length:
             wait.forecast_tokens = self.forecast.output_tokens(request)
@@ -356,6 +356,7 @@ class RequestRegistry:
             event: the state event that ends it: END or REFUSE.
         """
         assert self._requests.pop(request.key) is request
+        self.forecast.paces.clear()
         if request.grammar_key:
             with_grammar = self._by_grammar[request.grammar_key]
             del with_grammar[request.key]

@@ -4,7 +4,7 @@ The caches of each worker, on the device and in host memory, register the first 
 scheduler can therefore find the workers that have the first block of a prompt without searching all workers.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from shared.prefix_keys import BlockKey
 
@@ -16,7 +16,7 @@ class PrefixDirectory:
         self._epochs: dict[BlockKey, dict[int, int]] = {}
         """By key and epoch: in how many tiers of the worker the block is."""
 
-    def epochs(self, key: BlockKey) -> Iterable[int]:
+    def epochs(self, key: BlockKey) -> Collection[int]:
         """Return the epochs of the workers that have a first block."""
         return self._epochs.get(key, ())
 

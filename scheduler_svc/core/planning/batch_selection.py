@@ -268,15 +268,20 @@ class Admission:
         worker = self._worker
         if self._max_running - worker.rows.num_running < 2:
             return False
-        whole = [-(-len(each.tokens) // worker.rows.block_size) for each in (request, first)]
-        worst = [-(-(worker.limit_of(each) - 1) // worker.rows.block_size) for each in (request, first)]
-        fits = partial(worker.capacity.admits, worker.rows, worst_blocks=sum(worst), growth=max(0, worst[0] - whole[0]))
-        num_available = worker.pool.num_available
-        if fits(num_new=sum(whole), num_available=num_available):
+        rows, block_size = worker.rows, worker.rows.block_size
+        whole, worst = -(-len(request.tokens) // block_size), -(-(worker.limit_of(request) - 1) // block_size)
+        fits = partial(
+            worker.capacity.admits,
+            rows,
+            worst_blocks=worst - (1 - worker.limit_of(first)) // block_size,
+            growth=max(0, worst - whole),
+        )
+        num_blocks, num_available = whole - (-len(first.tokens)) // block_size, worker.pool.num_available
+        if fits(num_new=num_blocks, num_available=num_available):
             return True
         cached = [worker.match_on_device(each).blocks for each in (request, first)]
         num_idle = sum(worker.pool.count_idle(blocks) for blocks in cached)
-        return fits(num_new=sum(whole) - sum(map(len, cached)), num_available=num_available - num_idle)
+        return fits(num_new=num_blocks - sum(map(len, cached)), num_available=num_available - num_idle)
 
     def next_suspect(self) -> tuple[Request, Room] | None:
         """Return a suspect request that can start now and the memory for its KV; other suspects keep their places.

@@ -292,8 +292,11 @@ class Backlog:
 
     def admitted(self, request: Request, worker: Worker) -> None:
         """Remove a request that was taken and is admitted to a worker."""
-        for queue in self._queues_of(worker):
-            queue.admitted(request)
+        if not self._restricted and not worker.draining:
+            self._common.admitted(request)
+        else:
+            for queue in self._queues_of(worker):
+                queue.admitted(request)
         self.withdraw(request)
 
     def tenant_changed(self, tenant: str, now: float) -> None:

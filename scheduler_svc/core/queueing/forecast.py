@@ -14,8 +14,9 @@ clients do not set it and the limit is then the rest of the context. No request 
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import chain, islice
+from typing import NamedTuple
 
 from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.core.interface.records import WaitReason
@@ -36,6 +37,23 @@ _CAUTION = 0.8
 """Share of the expected service time that every request is assumed to take."""
 
 
+class _Pace(NamedTuple):
+    """The present state of a worker, as far as forecasts need it; times in seconds."""
+
+    backlog: int
+    """Prompt tokens in its rows that are not planned yet."""
+    decode_s: float
+    """Time of a step that only decodes."""
+    step_s: float
+    """Expected time of a step."""
+    residual_s: float
+    """Time until the results of the steps in flight arrive."""
+    budget: int
+    """Prompt tokens per step."""
+    hash_block_size: int
+    """Size of the blocks if only whole blocks are cached; 0 if parts are cached, too."""
+
+
 class Forecast:
     """Forecasts of one core; times in seconds."""
 
@@ -44,6 +62,9 @@ class Forecast:
         self.waits, self.first_tokens, self.ends = Calibration(), Calibration(), Calibration()
         self._fleet = fleet
         self._config = config
+        self.paces: dict[Worker, _Pace] = {}
+        """The state of workers at `_paces_at`, for requests that arrive; cleared before anything changes a worker."""
+        self._paces_at = 0.0
         self._admissions: deque[float] = deque(maxlen=_MAX_ADMISSIONS)
         """Times of the last admissions of blocked requests, since at least one has always been waiting."""
 
@@ -66,21 +87,30 @@ class Forecast:
 
     # ---------------------------------------------------------------- service
 
-    def look_up(self, request: Request) -> tuple[Worker | None, int]:
-        """Return the worker that would compute the prompt soonest, and the number of tokens that none has cached."""
+    def look_up(self, request: Request, now: float) -> tuple[Worker | None, int]:
+        """For a request that arrives, return the worker that would compute it soonest, and `uncached_tokens`."""
         found, soonest, most_cached = None, 0, 0
-        for worker in self._likely(request):
-            num_cached = worker.cached_tokens(request)
-            ahead = worker.prefill_backlog() - num_cached
+        holders, block_size = self._holders(request), _block_size_of_keys(request)
+        for worker in self._likely(holders):
+            pace = self._pace(worker, now)
+            num_cached = 0
+            if worker.epoch in holders or pace.hash_block_size != block_size:
+                num_cached = worker.cached_tokens(request)
+            ahead = pace.backlog - num_cached
             if found is None or ahead < soonest:
                 found, soonest = worker, ahead
             if num_cached > most_cached:
                 most_cached = num_cached
         return found, len(request.tokens) - most_cached
 
+    def uncached_tokens(self, request: Request) -> int:
+        """Return the number of the request's tokens that no worker has cached."""
+        likely = self._likely(self._holders(request))
+        return len(request.tokens) - max((worker.cached_tokens(request) for worker in likely), default=0)
+
     def service_s(self, request: Request, uncached: int, num_outputs: float) -> float:
         """Return the time to compute the request's uncached tokens and to generate the rest of its output."""
-        worker = next(iter(self._likely(request)), None)
+        worker = next(iter(self._likely(self._holders(request))), None)
         if worker is None or not worker.costs.is_measured:
             return 0.0
         return uncached * worker.costs.prompt_token_s + num_outputs * worker.decode_step_s
@@ -129,21 +159,15 @@ class Forecast:
         """
         if worker is None or not worker.costs.is_measured:
             return None
-        num_workers, costs, rows = len(self._fleet), worker.costs, worker.rows
-        num_running = rows.num_running
-        # Compute both here, because each arrival uses them several times.
-        decode_s = costs.decode_s(num_running, rows.num_table_blocks * rows.block_size)
-        step_s = decode_s if num_running else worker.decode_step_s
-        step_s += worker.mean_chunks * costs.prompt_token_s
+        num_workers, costs = len(self._fleet), worker.costs
+        backlog, decode_s, step_s, present, budget, _ = self._pace(worker, now)
         like = self._like(request)
-        present = self._residual_s(worker, now)
         is_blocked = self._is_blocked(worker, num_competing)
         wait = present
         if is_blocked:
             length = _mean(request, self.lengths.like(request) if request.spec.expected_output_tokens else like)
             wait += (num_competing + 1) / self._admission_rate(worker, step_s, length, num_workers, now)
-        budget = max(1, min(self._config.max_num_batched_tokens, worker.max_tokens_per_step) - num_running)
-        ahead = worker.prefill_backlog() + competing_tokens / num_workers
+        ahead = backlog + competing_tokens / num_workers
         queued = costs.prefill_s(ahead, budget, decode_s) if ahead else 0.0
         wait = max(wait, present + queued)
         first = wait + costs.prefill_s(uncached, budget, decode_s)
@@ -196,15 +220,41 @@ class Forecast:
 
     # ----------------------------------------------------------------
 
-    def _likely(self, request: Request) -> Iterable[Worker]:
-        """Return a few workers that may run the request, first those that have cached the start of its prompt."""
+    def _holders(self, request: Request) -> Collection[int]:
+        """Return the epochs of the workers that have cached the first block of the request's prompt."""
+        return self._fleet.directory.epochs(next(iter(request.keys.values()), b"")[:KEY_BYTES])
+
+    def _likely(self, holders: Collection[int]) -> Iterable[Worker]:
+        """Return a few workers that may run a request, first `holders`, which have cached the start of its prompt."""
         workers = self._fleet.open
         if len(workers) <= _MAX_LOOKS:
             return workers.values()
-        with_prefix = self._fleet.directory.epochs(next(iter(request.keys.values()), b"")[:KEY_BYTES])
-        first = (workers[epoch] for epoch in with_prefix if epoch in workers)
-        others = (worker for epoch, worker in workers.items() if epoch not in with_prefix)
+        if not holders:
+            return islice(workers.values(), _MAX_LOOKS)
+        first = (workers[epoch] for epoch in holders if epoch in workers)
+        others = (worker for epoch, worker in workers.items() if epoch not in holders)
         return islice(chain(first, others), _MAX_LOOKS)
+
+    def _pace(self, worker: Worker, now: float) -> _Pace:
+        """Return the state of a worker. All requests that arrive at the same time share it."""
+        if self._paces_at != now:
+            self.paces.clear()
+            self._paces_at = now
+        pace = self.paces.get(worker)
+        if pace is None:
+            costs, rows = worker.costs, worker.rows
+            num_running = rows.num_running
+            decode_s = costs.decode_s(num_running, rows.num_table_blocks * rows.block_size)
+            step_s = decode_s if num_running else worker.decode_step_s
+            pace = self.paces[worker] = _Pace(
+                worker.prefill_backlog(),
+                decode_s,
+                step_s + worker.mean_chunks * costs.prompt_token_s,
+                self._residual_s(worker, now),
+                max(1, min(self._config.max_num_batched_tokens, worker.max_tokens_per_step) - num_running),
+                rows.block_size if worker.pool.cache.partial is None else 0,
+            )
+        return pace
 
     def _like(self, request: Request) -> Sequence[int]:
         """Return the lengths of similar finished requests with more tokens; empty if the estimate needs none."""
@@ -244,6 +294,18 @@ class Forecast:
         # Give the prior the weight of one batch of admissions.
         measured_s = now - times[0] if times else 0.0
         return (len(times) + rows * num_workers) / (measured_s + held_s)
+
+
+def _block_size_of_keys(request: Request) -> int:
+    """Return the block size for which the keys of all full blocks are known; -1 if there is none.
+
+    A worker that caches whole blocks of this size has cached nothing of the request unless it has cached the first one.
+    """
+    if len(request.keys) != 1 or request.swapped is not None:
+        return -1
+    ((block_size, keys),) = request.keys.items()
+    num_keys = len(keys) // KEY_BYTES
+    return block_size if num_keys and len(request.tokens) // block_size <= num_keys else -1
 
 
 def _mean(request: Request, like: Sequence[int]) -> float:

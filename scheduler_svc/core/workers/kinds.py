@@ -70,6 +70,8 @@ class Kinds:
     def serves(self, kind: Kind, request: Request) -> bool:
         """Return whether workers of this kind serve the request."""
         demand = _demand(request)
+        if request.limit <= self._shortest and demand in self._met_by_all:
+            return kind.max_model_len >= self._shortest and kind.meets(demand)
         length = self._min_model_len(request, demand)
         return length is not None and self.contains(Scope(demand, length), kind)
 

@@ -154,13 +154,15 @@ class RowTable:
     @property
     def length(self) -> Int32Array:
         """Minimum number of tokens in each row when all steps in flight have results."""
-        self.catch_up()
+        if self._num_planned or self._sampled:
+            self.catch_up()
         return self._length
 
     @property
     def committed(self) -> Int32Array:
         """Number of tokens in each row."""
-        self.catch_up()
+        if self._num_planned or self._sampled:
+            self.catch_up()
         return self._committed
 
     @property
@@ -245,6 +247,7 @@ class RowTable:
             num_shared: leading blocks that other requests have written.
             rank: its urgency, smaller is more urgent.
         """
+        self.catch_up()
         row = self._free.pop()
         self.num_running += 1
         num_tokens, num_blocks = len(request.tokens), len(blocks)
@@ -254,14 +257,14 @@ class RowTable:
         self.shared[row] = self.published[row] = num_shared
         self.state[row] = PREFILL
         self.generation[row] += 1
-        self.length[row] = self.committed[row] = num_tokens
+        self._length[row] = self._committed[row] = num_tokens
         self.computed[row] = num_computed
         self.limit[row] = limit
         self.worst_blocks += self._worst_blocks(limit)
         self.num_table_blocks += num_blocks
         self.num_all_generated += request.num_generated
         self.set_allowed(row, request.allowed)
-        self.capacity[row] = num_blocks * self.block_size
+        self._capacity[row] = num_blocks * self.block_size
         self.num_prompt[row] = request.spec.num_prompt_tokens
         self.stream[row] = request.key.stream
         self.frontend[row] = frontend_index
@@ -275,8 +278,8 @@ class RowTable:
             self._many_stops[row] = frozenset(stops)
             stops = ()
         self._most_stops = max(self._most_stops, len(stops))
-        for index in range(self._most_stops):
-            self._stops[index][row] = stops[index] if index < len(stops) else _NO_TOKEN
+        for index, column in enumerate(self._stops[: self._most_stops]):
+            column[row] = stops[index] if index < len(stops) else _NO_TOKEN
         if request.spec.traceparent:
             self.traced.add(row)
         return row

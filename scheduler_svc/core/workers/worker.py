@@ -460,7 +460,7 @@ class Worker:
 
     def _publish(self, row: int, request: Request, blocks: IndexArray, num_computed: int) -> None:
         num_blocks = num_computed // self.rows.block_size
-        if num_blocks > self.rows.published[row]:
+        if num_blocks > self.rows.published.item(row):
             cache = self.pool.cache
             text = b"" if cache.partial is None else request.tokens[: num_blocks * self.rows.block_size].tobytes()
             cache.publish(self._keys(request)[: KEY_BYTES * num_blocks], blocks[:num_blocks], text)
