@@ -14,7 +14,6 @@ import signal
 import socket
 import sys
 
-import uvloop
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -33,6 +32,7 @@ from services.grammars.checker import GrammarChecker
 from services.grpc.admin import SERVICE as ADMIN_SERVICE
 from services.grpc.admin import add_admin_service
 from services.grpc.boundary import Boundary
+from services.grpc.event_loop import EventLoop
 from services.grpc.generation import GenerationServicer
 from services.grpc.health import HealthServicer
 from services.grpc.model import ModelServicer
@@ -275,7 +275,7 @@ def run(config: FrontendConfig) -> int:
         gc.collect()
         gc.freeze()
         gc.set_threshold(_GC_THRESHOLD, 20, 20)
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        with asyncio.Runner(loop_factory=EventLoop) as runner:
             runner.run(_serve(config, tokenizer))
     except ConfigError as error:
         print(f"quire frontend: {error}", file=sys.stderr)

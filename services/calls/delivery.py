@@ -128,7 +128,9 @@ class Delivery:
             for stream in choices.streams:
                 stream.on_end = partial(self._limit, patience, choices.streams)
             await begin()
-            await self._pass_on(choices, wakeup, patience, send, reference)
+            # Every message resumes its task twice, and each resumption passes through all nested coroutines. A separate
+            # task has about ten fewer of them.
+            await asyncio.create_task(self._pass_on(choices, wakeup, patience, send, reference))
             finished = choices.finished(span)
             written = time.monotonic()
             await send(finished)
@@ -153,7 +155,7 @@ class Delivery:
         """
         link = self._services.link
         latencies = self._services.metrics.latencies(choices.operation, choices.model)
-        gaps, streams = latencies.token_gap, choices.streams
+        gaps, streams, watches = latencies.token_gap, choices.streams, choices.watches
         live = list(streams)
         while live:
             idle = True
@@ -166,12 +168,15 @@ class Delivery:
                 response = self._response(stream, batch)
                 written = time.monotonic()
                 await send(response)
-                watch, now = choices.watches[stream.request.choice], time.monotonic()
-                watch.sent(began, written, now, stream.ended_at)
+                watch, now = watches[stream.request.choice], time.monotonic()
+                if stream.ended_at:
+                    watch.sent_after_end(began, written, now, stream.ended_at)
+                else:
+                    watch.client_before_s += now - written
                 if stream.over:
                     self._limit(patience, streams)
-                stream.taken()
-                link.give_credit(stream)
+                if stream.taken():
+                    link.give_credit(stream)
                 if not batch.token_ids:
                     continue
                 if watch.last:
@@ -199,18 +204,20 @@ class Delivery:
 
     def _response(self, stream: Stream, batch: Batch) -> v1.GenerateResponse:
         """Return a batch of a stream as a response message."""
-        response = v1.GenerateResponse()
+        request, response = stream.request, v1.GenerateResponse()
         # Filling the message in place takes half the time of passing a Delta to the constructor.
         delta = response.delta
-        delta.choice = stream.request.choice
+        if request.choice:
+            delta.choice = request.choice
         delta.first_index = batch.first_index
         delta.token_ids.extend(batch.token_ids)
         delta.text = batch.text
+        output = request.output
         if batch.events:
             delta.parts.extend(map(to_part, batch.events))
-        elif batch.text and stream.request.output.parse and not stream.has_parser:
+        elif output.parse and batch.text and not stream.has_parser:
             delta.parts.add().content = batch.text
-        if stream.request.output.logprobs:
+        if output.logprobs:
             tokenizer = self._services.tokenizer
             for index, token_id in enumerate(batch.token_ids, batch.first_index):
                 delta.logprobs.append(token_logprobs(token_id, stream.scores.pop(index, None), tokenizer))
@@ -229,14 +236,15 @@ class Watch:
     last: float = 0.0
     """Monotonic time when the last token was written."""
 
-    def sent(self, began: float, written: float, sent: float, ended_at: float) -> None:
-        """Count a message by the times when taking it began, when it was written, and when it was sent.
+    def sent_after_end(self, began: float, written: float, sent: float, ended_at: float) -> None:
+        """Count a message that was sent after the core reported the stream's end.
 
-        `ended_at` is when the core reported the stream's end, or 0 before that.
+        Args:
+            began: when taking its batch began, s.
+            written: when it was written.
+            sent: when it was sent.
+            ended_at: when the core reported the end.
         """
-        if not ended_at:
-            self.client_before_s += sent - written
-            return
         self.detokenise_s += max(0.0, written - max(began, ended_at))
         self.client_s += max(0.0, sent - max(written, ended_at))
         self.client_before_s += max(0.0, min(sent, ended_at) - written)

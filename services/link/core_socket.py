@@ -1,6 +1,6 @@
 """Socket to the scheduler core: one DEALER on the event loop, with a new incarnation for every connection.
 
-grpc.aio handles one completion (for example a written message or a new call) per iteration of the event loop, and
+grpc.aio handles completions (for example a written message or a new call) once per iteration of the event loop, and
 cancels calls that are not accepted within 30 s. Iterations must therefore be short, so the time for reading from the
 socket is limited.
 

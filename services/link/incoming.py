@@ -1,7 +1,6 @@
 """Splits the token columns of a CoreMessage by stream, after checking them."""
 
-import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from protos.quire.link.v1 import link_pb2
 from shared.columns import MalformedColumnError, from_column, from_columns
@@ -11,23 +10,25 @@ TokensOfStream = tuple[int, int, list[int]]
 
 
 def tokens_by_stream(message: link_pb2.CoreMessage) -> Iterator[TokensOfStream]:
-    """Yield the entries of the columns in order. Only here do tokens become Python integers.
+    """Return the entries of the columns in order. Only here do tokens become Python integers.
 
     Raises:
-        MalformedColumnError: the columns are inconsistent; raised before the first entry.
+        MalformedColumnError: the columns are inconsistent.
     """
     streams, first_indices = from_columns(message.streams, message.first_indices)
     tokens: list[int] = from_column(message.tokens).tolist()
-    counts: Iterable[int] = itertools.repeat(1)
+    counts = None
     expected = len(streams)
     if message.counts:
-        _, column = from_columns(message.streams, message.counts)
-        counts, expected = column.tolist(), int(column.sum())
-        if len(column) and column.min() < 0:
+        _, counts = from_columns(message.streams, message.counts)
+        expected = int(counts.sum())
+        if len(counts) and counts.min() < 0:
             raise MalformedColumnError("counts: negative number of tokens")
     if expected != len(tokens):
         raise MalformedColumnError(f"tokens: expected {expected}, got {len(tokens)}")
-    end = 0
-    for stream, first_index, count in zip(streams.tolist(), first_indices.tolist(), counts, strict=False):
-        begin, end = end, end + count
-        yield stream, first_index, tokens[begin:end]
+    if counts is None:
+        parts = [[token] for token in tokens]
+    else:
+        ends = counts.cumsum().tolist()
+        parts = [tokens[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+    return zip(streams.tolist(), first_indices.tolist(), parts, strict=True)

@@ -7,7 +7,7 @@ lost.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from services.parsers import Event
@@ -43,14 +43,18 @@ class Outbox:
     @property
     def waiting(self) -> list[int]:
         """Tokens that wait to be sent to the client."""
-        return self.tokens[self.taken : self.released].tolist()
+        first = self.taken
+        if self.released - first == 1:
+            return [self.tokens[first]]
+        return self.tokens[first : self.released].tolist()
 
-    def take(self) -> Batch | None:
-        """Return everything that waits, or None."""
+    def take(self, to_text: Callable[[list[int]], str] | None = None) -> Batch | None:
+        """Return everything that waits, or None; `to_text` converts the tokens if their text is not there yet."""
         first, count = self.taken, self.released - self.taken
-        if not (count or self.text):
+        if not count and not self.text:
             return None
-        batch = Batch(first, self.waiting, self.text)
+        token_ids = self.waiting
+        batch = Batch(first, token_ids, self.text if to_text is None else self.text + to_text(token_ids))
         self.taken = self.released
         self.text = ""
         if count > 1:

@@ -79,8 +79,8 @@ class Stream:
 
     __slots__ = (
         "_credit_portion", "_credit_returned", "_detokenizer", "_finder", "_flushed", "_held", "_outbox", "_parser",
-        "_skip_parts", "_skip_text", "_skip_tokens", "_text_length", "_wake", "_writing", "end", "ended_at", "error",
-        "number", "on_end", "over", "prompt_scores", "request", "scores", "submitted", "submitted_at",
+        "_skip_parts", "_skip_text", "_skip_tokens", "_text_length", "_to_text", "_wake", "_writing", "end", "ended_at",
+        "error", "number", "on_end", "over", "prompt_scores", "request", "scores", "submitted", "submitted_at",
     )  # fmt: skip
 
     def __init__(
@@ -123,6 +123,8 @@ class Stream:
         self._detokenizer = detokenizer
         self._parser = parser
         rules = request.output
+        self._to_text = None if rules.stop_strings else detokenizer.push
+        """Converts tokens when they are sent; None if they are converted on arrival."""
         self._finder = StopFinder(rules.stop_strings, keep=rules.include_stop_string) if rules.stop_strings else None
         self._outbox = Outbox()
         self._credit_portion = max(request.credit // (_PORTIONS * TOKEN_BYTES), 1)
@@ -208,8 +210,8 @@ class Stream:
         if not token_ids:
             return Received.TAKEN
         if finder is None:
-            outbox.tokens.extend(token_ids)
-            outbox.released = len(outbox.tokens)
+            outbox.tokens.fromlist(token_ids)
+            outbox.released = known + len(token_ids)
             self._wake()
             return Received.TAKEN
         return self._scan(token_ids, finder)
@@ -236,12 +238,16 @@ class Stream:
     def take(self) -> Batch | None:
         """Return the next batch for the client, or None if there is none. The caller confirms it with `taken`."""
         outbox = self._outbox
-        if self._finder is None and outbox.released > outbox.taken:
-            outbox.text = self._detokenizer.push(outbox.waiting)
+        if outbox.released == outbox.taken and not outbox.text and (self._flushed or not self.over):
+            return None
         if self.over and not self._flushed:
+            if self._finder is None:
+                outbox.text = self._detokenizer.push(outbox.waiting)
             self._flushed = True
             self._flush()
-        batch = outbox.take()
+            batch = outbox.take()
+        else:
+            batch = outbox.take(self._to_text)
         if self._parser is not None:
             batch = self._parsed(batch, self._parser)
         if batch is not None:
@@ -296,9 +302,11 @@ class Stream:
             return batch._replace(events=events)
         return Batch(self._outbox.taken, [], "", events) if events else None
 
-    def taken(self) -> None:
-        """Confirm that the last batch was sent to the client."""
+    def taken(self) -> bool:
+        """Confirm that the last batch was sent to the client; return whether credit may be due."""
         self._writing = 0
+        outbox = self._outbox
+        return len(outbox.tokens) - outbox.released + outbox.taken - self._credit_returned >= self._credit_portion
 
     def credit_due(self) -> int:
         """Return the bytes of credit to return now; 0 while there are too few for a message."""
