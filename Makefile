@@ -119,7 +119,7 @@ dist: setup ## build the wheels of the client and of the server into dist/
 test-levels: setup ## the tests that compute, by every set of instructions that the processor has (an hour)
 	@exec $(BIN)/python -m tests.levels $(ARGS)
 
-cpu-levels: setup ## speed of every set of instructions that the processor has, beside oneDNN (three minutes)
+cpu-levels: setup ## speed of every set of instructions that the processor has, beside oneDNN (eight minutes)
 	@exec $(BIN)/python -m measure.cpu.levels $(ARGS)
 
 load-tools: setup ## the same load by quire bench serve, GuideLLM and vllm bench serve in turn: do they agree

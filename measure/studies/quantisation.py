@@ -4,8 +4,8 @@
 
 Quality: the bundled model reads held-out stories (perplexity) and answers held-out items, as in
 `tools.demo_model.evaluate`, in bfloat16 and with each kind of weights or KV. Logit error: tiny random models of each
-family, relative to float32. Speed: decode steps of a random model of 0.2 B weights, in turn with those in bfloat16. The
-table in the docs stands between two comments.
+family, relative to float32. Speed: CPU time of one thread for decode steps of a random model of 0.2 B weights, in turn
+with those in bfloat16. The table in the docs stands between two comments.
 """
 
 import argparse
@@ -75,7 +75,7 @@ class Quality:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Median time of a decode step in bfloat16, divided by that of this kind; minimum and maximum over the rounds."""
+    """Median CPU time of a decode step in bfloat16, divided by that of this kind, with the range over the rounds."""
 
     ratio: float
     lowest: float
@@ -265,9 +265,9 @@ def measure_speed(folder: Path, rounds: int) -> tuple[dict[str, dict[str, Speed]
 def _median_time(step: Callable[[], object], count: int = 5) -> float:
     times = []
     for _ in range(count):
-        began = time.perf_counter()
+        began = time.process_time()
         step()
-        times.append(time.perf_counter() - began)
+        times.append(time.process_time() - began)
     return median(times)
 
 
@@ -319,10 +319,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--docs", type=Path, help="file with the table to replace")
     options = parser.parse_args()
-    set_threads(options.num_threads)
+    set_threads(1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         speeds, sizes = measure_speed(folder, options.rounds) if options.rounds else ({}, {})
+        set_threads(options.num_threads)
         result = {
             "items": options.items,
             "quality": {kind: asdict(each) for kind, each in measure_quality(options.items, folder).items()},
