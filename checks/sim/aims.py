@@ -178,7 +178,7 @@ def with_sessions(scenario: Scenario) -> Scenario:
     scenario = both(limits, with_faults())(scenario)
     size = dataclasses.replace(
         scenario.workers[0], block_size=2, num_blocks=100, max_rows=8, max_tokens_per_step=200, max_model_len=4096,
-        max_draft_tokens=0, num_host_blocks=0,
+        max_draft_tokens=0,
     )  # fmt: skip
     traffic = dataclasses.replace(
         scenario.traffic, conversations=0.9, longest_prompt=60, longest_output=40, context=160, giants=0.0,
