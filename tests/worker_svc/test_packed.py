@@ -35,6 +35,7 @@ LENGTHS = (1, 37, 3, 90, 2)
 BLOCK_SIZE = 16
 
 pytestmark = pytest.mark.skipif(not LEVELS, reason="built without a compiler: torch computes")
+quantises = pytest.mark.skipif(native() is None, reason="the CPU kernels, which quantise at load, do not serve here")
 
 
 @pytest.fixture(autouse=True)
@@ -198,6 +199,7 @@ def mixture(architecture: str, folder: Path) -> Path:
     return folder
 
 
+@quantises
 @pytest.mark.parametrize("architecture", _MIXTURES)
 def test_routers_of_transformers_are_not_quantised(
     architecture: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -216,6 +218,7 @@ def test_routers_of_transformers_are_not_quantised(
     assert 4 not in outputs
 
 
+@quantises
 def test_a_class_that_cannot_compute_with_packed_weights_is_refused_at_load(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
