@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from kernels.native.structures import CAttention, CDecoder, CLinear, CSampling, CStep
+from kernels.native.structures import CAttention, CConvolution, CDecoder, CDeltaRule, CLinear, CSampling, CStep
 
-ABI = 11
+ABI = 12
 """ABI version that `quire_abi()` of the library must return."""
 LEVELS = {"portable": 0, "avx2": 1, "avx512": 2, "amx": 3}
 _log = logging.getLogger(__name__)
@@ -44,6 +44,14 @@ class Native:
     def sample(self, sampling: CSampling) -> None:
         """Call `quire_sample`."""
         self.library.quire_sample(self.level, byref(sampling))
+
+    def delta_rule(self, rule: CDeltaRule) -> None:
+        """Call `quire_delta_rule`."""
+        self.library.quire_delta_rule(self.level, byref(rule))
+
+    def convolve(self, convolution: CConvolution) -> None:
+        """Call `quire_convolve`."""
+        self.library.quire_convolve(self.level, byref(convolution))
 
     def decoder(self, decoder: CDecoder, step: CStep, nanoseconds: int | None) -> bool:
         """Call `quire_decoder`; return False if the sum over the ranks failed, in which case there is no result."""
@@ -97,6 +105,8 @@ def declare(library: CDLL) -> None:
         "quire_attention": [c_int, POINTER(CAttention)],
         "quire_argmax": [c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p],
         "quire_sample": [c_int, POINTER(CSampling)],
+        "quire_delta_rule": [c_int, POINTER(CDeltaRule)],
+        "quire_convolve": [c_int, POINTER(CConvolution)],
         "quire_shared_sum_bytes": [c_int64],
         "quire_shared_sum": [c_void_p, c_int64, c_int64, c_void_p, c_int64, c_double],
         "quire_decoder": [c_int, POINTER(CDecoder), POINTER(CStep), c_void_p],

@@ -1,4 +1,4 @@
-"""Self-test for one instruction set's kernels: small products, attention and sampling must equal torch's results."""
+"""Self-test for one instruction set's kernels: products, attention, states and sampling must equal torch's results."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from kernels.linear import (
 )
 from kernels.native.attention import paged_attention_native
 from kernels.native.library import Native
+from kernels.native.recurrent import convolve_native, delta_rule_native
 from kernels.native.sampling import argmax_native, sample_native
 from kernels.paged_attention_reference import paged_attention_reference
+from kernels.recurrent import convolve_reference, delta_rule_reference
 from kernels.sampling_reference import SamplingTensors, sample_reference
 
 _ROWS = (*range(1, 14), 17, 27)
@@ -51,6 +53,8 @@ def failure(kernels: Native) -> str | None:
     if (reason := _gguf_failure(kernels, generator)) is not None:
         return reason
     if (reason := _argmax_failure(kernels, generator) or _draw_failure(kernels, generator)) is not None:
+        return reason
+    if (reason := _delta_rule_failure(kernels, generator) or _convolution_failure(kernels, generator)) is not None:
         return reason
     return next(filter(None, (_attention_failure(kernels, generator, dtype) for dtype in _ATTENTION)), None)
 
@@ -101,6 +105,36 @@ def _draw_failure(kernels: Native, generator: torch.Generator) -> str | None:
     logits = torch.randn(12, 85, generator=generator)
     found, expected = sample_native(logits, params, kernels).tolist(), sample_reference(logits, params).tolist()
     return None if found == expected else f"sampling returned {found}, expected {expected}"
+
+
+def _delta_rule_failure(kernels: Native, generator: torch.Generator) -> str | None:
+    query, key = torch.randn(2, 2, 3, 1, 20, generator=generator)
+    value = torch.randn(2, 3, 2, 56, generator=generator)
+    gate, beta = -torch.rand(2, 3, 2, generator=generator), torch.rand(2, 3, 2, generator=generator)
+    state = torch.randn(2, 2, 20, 56, generator=generator)
+    exact = state.double()
+    expected = delta_rule_reference(query, key, value, gate, beta, exact, normalise=True)
+    got = delta_rule_native(query, key, value, gate, beta, state, normalise=True, kernels=kernels)
+    error = max(float((got.double() - expected).abs().amax()), float((state.double() - exact).abs().amax()))
+    return (
+        None
+        if error <= _TOLERANCE["float32"] * float(exact.abs().amax())
+        else f"a delta rule has an error of {error:.1e}"
+    )
+
+
+def _convolution_failure(kernels: Native, generator: torch.Generator) -> str | None:
+    x, weight = torch.randn(2, 40, generator=generator), torch.randn(40, 4, generator=generator)
+    state = torch.randn(2, 40, 4, generator=generator)
+    exact = state.clone()
+    expected = convolve_reference(x, exact, weight, x[0], silu=True)
+    got = convolve_native(x, state, weight, x[0], silu=True, kernels=kernels)
+    error = max(float((got - expected).abs().amax()), float((state - exact).abs().amax()))
+    return (
+        None
+        if error <= _TOLERANCE["float32"] * float(expected.abs().amax())
+        else f"a convolution has an error of {error:.1e}"
+    )
 
 
 def _attention_failure(kernels: Native, generator: torch.Generator, dtype: torch.dtype) -> str | None:

@@ -80,6 +80,49 @@ class CSampling(Structure):
     )
 
 
+class CDeltaRule(Structure):
+    """`DeltaRule`."""
+
+    _fields_ = (
+        ("query", c_void_p),
+        ("key", c_void_p),
+        ("value", c_void_p),
+        ("query_stride", c_int64),
+        ("key_stride", c_int64),
+        ("value_stride", c_int64),
+        ("gate", c_void_p),
+        ("beta", c_void_p),
+        ("out", c_void_p),
+        ("state", c_void_p),
+        ("format", c_int32),
+        ("normalise", c_int32),
+        ("rows", c_int64),
+        ("tokens", c_int64),
+        ("key_heads", c_int64),
+        ("value_heads", c_int64),
+        ("key_dim", c_int64),
+        ("value_dim", c_int64),
+    )
+
+
+class CConvolution(Structure):
+    """`Convolution`."""
+
+    _fields_ = (
+        ("x", c_void_p),
+        ("x_stride", c_int64),
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("state", c_void_p),
+        ("out", c_void_p),
+        ("format", c_int32),
+        ("silu", c_int32),
+        ("rows", c_int64),
+        ("channels", c_int64),
+        ("width", c_int64),
+    )
+
+
 class CMixture(Structure):
     """`Mixture`."""
 

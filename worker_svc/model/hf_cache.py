@@ -18,6 +18,7 @@ positions themselves cannot do this, so their rows are computed one by one. The 
 import inspect
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -27,9 +28,11 @@ from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from kernels.kv_cache import read_kv, write_kv_reference
+from kernels.native.serving import native
 from worker_svc.model import hf_trial
 from worker_svc.model.base import AttentionInputs, KVCache, KVShape
 from worker_svc.model.hf_model import TransformersModel, UnsuitableError
+from worker_svc.model.hf_recurrent import NativeLayers
 from worker_svc.model.recurrent import RowStates, StateSave, StateShape
 
 
@@ -57,6 +60,10 @@ class CacheModel(TransformersModel):
         self._cache_name = _cache_name(decoder)
         self._state_shapes = [part.shape for layer in layers for part in layer.states]
         self._states: RowStates | None = None
+        kernels = native() if self._state_shapes and decoder.device.type == "cpu" else None
+        self._native_layers: AbstractContextManager[None] = (
+            nullcontext() if kernels is None else NativeLayers(decoder, kernels)
+        )
 
     @property
     def state_bytes(self) -> int:
@@ -93,14 +100,15 @@ class CacheModel(TransformersModel):
             placed: dict[str, Any] = {"position_ids": positions[batch.tokens]} if self.takes_positions else {}
             cache = Cache(layers=self._views(batch, caches))
             self._load_states(batch, cache)
-            output = self._decoder(
-                input_ids=input_ids[batch.tokens],
-                attention_mask=batch.mask,
-                use_cache=True,
-                **{self._cache_name: cache},
-                **placed,
-                **kept,
-            ).logits
+            with self._native_layers:
+                output = self._decoder(
+                    input_ids=input_ids[batch.tokens],
+                    attention_mask=batch.mask,
+                    use_cache=True,
+                    **{self._cache_name: cache},
+                    **placed,
+                    **kept,
+                ).logits
             self._store_states(batch, cache)
             if self._states is not None:
                 for save in batch.saves:

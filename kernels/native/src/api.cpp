@@ -24,7 +24,7 @@ namespace {
 using namespace quire;
 
 // Version of the ABI: increased with every change of a structure or function, together with ABI in library.py.
-constexpr int kAbi = 11;
+constexpr int kAbi = 12;
 
 const Kernels* kernels_of(int level) {
   switch (level) {
@@ -159,6 +159,22 @@ QUIRE_API void quire_argmax(int level, const float* x, int64_t rows, int64_t str
 }
 
 QUIRE_API void quire_sample(int level, const Sampling* sampling) { sample_rows(*kernels_of(level), *sampling); }
+
+QUIRE_API void quire_delta_rule(int level, const DeltaRule* rule) {
+  const Kernels& kernels = *kernels_of(level);
+  parallel_for(rule->rows * rule->value_heads,
+               [&](int64_t task) { kernels.delta_rule(*rule, task / rule->value_heads, task % rule->value_heads); });
+}
+
+QUIRE_API void quire_convolve(int level, const Convolution* convolution) {
+  constexpr int64_t kPart = 4096;  // channels of one task, which takes some microseconds
+  const Kernels& kernels = *kernels_of(level);
+  const int64_t channels = convolution->channels, parts = ceil_div(channels, kPart);
+  parallel_for(convolution->rows * parts, [&](int64_t task) {
+    const int64_t begin = task % parts * kPart;
+    kernels.convolve(*convolution, task / parts, begin, std::min(begin + kPart, channels));
+  });
+}
 
 // nanoseconds: [kNumPhases], to which the times are added; or null.
 // Returns 0, or 1 if the sum over the ranks failed.

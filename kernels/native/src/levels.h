@@ -46,6 +46,34 @@ struct Attention {
   const float* sinks;      // [num_heads]: a score that takes a share of the weights and has no value; or null
 };
 
+// Arguments of the gated delta rule, as defined in kernels/recurrent.py. Sizes and strides are in elements.
+struct DeltaRule {
+  const void* query;  // [rows * tokens][key_heads][key_dim]
+  const void* key;
+  const void* value;  // [rows * tokens][value_heads][value_dim]
+  int64_t query_stride, key_stride, value_stride;  // from token to token
+  const float* gate;  // [rows * tokens][value_heads], logarithms of the decay
+  const float* beta;
+  void* out;     // [rows * tokens][value_heads][value_dim]
+  float* state;  // [rows][value_heads][key_dim][value_dim], updated
+  int32_t format;  // kFloat32 or kBFloat16, of query, key, value and out
+  int32_t normalise;  // whether keys and queries are divided by their length
+  int64_t rows, tokens, key_heads, value_heads, key_dim, value_dim;
+};
+
+// Arguments of a causal convolution of one token per row, as defined in kernels/recurrent.py.
+struct Convolution {
+  const void* x;  // [rows][channels]
+  int64_t x_stride;
+  const void* weight;  // [channels][width]
+  const float* bias;   // [channels]; or null
+  void* state;         // [rows][channels][width], the newest inputs; updated
+  void* out;           // [rows][channels]
+  int32_t format;      // kFloat32 or kBFloat16, of all but the bias
+  int32_t silu;
+  int64_t rows, channels, width;
+};
+
 // Arguments of the draw of one row from a part of its tokens: the largest score + noise, ties to the lowest index.
 struct Draw {
   const float* logits;  // of the whole row
@@ -101,6 +129,10 @@ struct Kernels {
   void (*attend_few)(const Attention&, int64_t row, int64_t kv_head);
   // Attention of a row's whole chunk, for all query heads of one KV head.
   void (*attend_chunk)(const Attention&, int64_t row, int64_t kv_head);
+  // The gated delta rule of all tokens of a row, for one head of values.
+  void (*delta_rule)(const DeltaRule&, int64_t row, int64_t head);
+  // Convolution of a row's channels begin .. end.
+  void (*convolve)(const Convolution&, int64_t row, int64_t begin, int64_t end);
 };
 
 const Kernels* portable_kernels();
