@@ -522,6 +522,10 @@ def fit(card_bytes: int, sizes: ModelSizes, serving: Serving, weights: int, step
     return Memory(weights=weights, step=step, state=state, kv=kv, num_blocks=num_blocks)
 
 
+MAX_TURNS = 100_000
+"""Maximum number of turns of an agent's session."""
+
+
 class Agent(NamedTuple):
     """The shape of an agent's session."""
 

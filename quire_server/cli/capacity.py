@@ -217,7 +217,7 @@ def _contexts(options: Namespace, longest: int) -> list[int]:
 
 
 def _agent(text: str | None) -> "Agent | None":
-    from quire_server.capacity import Agent
+    from quire_server.capacity import MAX_TURNS, Agent
 
     if text is None:
         return None
@@ -227,6 +227,8 @@ def _agent(text: str | None) -> "Agent | None":
         agent = Agent(0, 0, 0)
     if min(agent) < 1:
         raise CommandError(f"--agents: {text!r} is not three numbers above 0; write for example 12,4096,512")
+    if agent.turns > MAX_TURNS:
+        raise CommandError(f"--agents: {agent.turns} turns are too many; use at most {MAX_TURNS}")
     return agent
 
 

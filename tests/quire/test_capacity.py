@@ -162,3 +162,10 @@ def test_sessions_of_agents_fit_in_both_tiers(tmp_path: Path, capsys: pytest.Cap
     assert json.loads(out.read_text())["sessions"] == {"device": 10, "with_host": 15}
     assert "10 sessions at a time keep their KV, 15 with host memory" in capsys.readouterr().out
     assert main(["capacity", *flags[:-3], "--agents=2,128"]) != 0
+
+
+def test_the_number_of_turns_of_agents_is_bounded(capsys: pytest.CaptureFixture[str]) -> None:
+    """A number of turns that would take hours to add up is refused with the largest one."""
+    assert main(["capacity", "--kv-cache-memory=512MiB", f"--agents={10**18},128,64"]) != 0
+
+    assert "use at most 100000" in capsys.readouterr().err

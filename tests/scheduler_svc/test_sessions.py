@@ -242,6 +242,69 @@ def test_a_name_is_valid_only_for_its_tenant() -> None:
     assert agents.num_held == 1
 
 
+def test_a_retry_of_a_first_turn_that_was_held_waits_again() -> None:
+    """A request that ended at the gate has not started its session, so that its name does not open the gate."""
+    agents = _Agents()
+    agents.serve()
+    agents.fill()
+    before = agents.stats.sessions
+    prompt = agents.new_tokens(100)
+    first = agents.turn(prompt, name=b"agent")
+    agents.cluster.handle(ev.RequestCancelled(frontend=FRONTEND, stream=first))
+    assert agents.num_held == 0
+    assert agents.stats.sessions.pausing == before.pausing
+    agents.turn(prompt, name=b"agent")
+
+    assert agents.num_held == 1
+    assert agents.stats.sessions.later_turns == before.later_turns
+
+
+def test_requests_with_the_name_of_a_held_first_turn_wait_as_well() -> None:
+    """Two first requests of one session cannot pass the gate because they arrive together; both end."""
+    agents = _Agents()
+    agents.serve()
+    agents.fill()
+    streams = [agents.turn(agents.new_tokens(60), name=b"agent") for _ in range(2)]
+
+    assert agents.num_held == 2
+    agents.tick(_WAIT_S)
+    agents.cluster.run()
+    assert all(agents.cluster.readers[stream].end is not None for stream in streams)
+
+
+def test_a_name_given_in_a_later_turn_is_the_name_of_the_session() -> None:
+    """A session that was recognised by its content takes the name that a client gives it in a later turn."""
+    agents = _Agents()
+    agents.serve()
+    first = agents.turn(agents.new_tokens(40))
+    agents.cluster.run()
+    agents.turn([*agents.sequence(first), *agents.new_tokens(20)], name=b"agent")
+    agents.cluster.run()
+    agents.fill()
+    agents.turn(agents.new_tokens(100), name=b"agent")
+    assert agents.num_held == 0
+    agents.turn(agents.new_tokens(100), name=b"other")
+
+    assert agents.num_held == 1
+
+
+def test_a_short_turn_after_a_long_shared_prefix_frees_no_room_for_others() -> None:
+    """A named session that no longer repeats the prefix that it shared at first needs no memory, but not less."""
+    agents = _Agents()
+    agents.serve()
+    shared = agents.new_tokens(120)
+    agents.turn([*shared, *agents.new_tokens(20)], ends=True)
+    agents.cluster.run()
+    agents.turn([*shared, *agents.new_tokens(20)], name=b"agent")
+    agents.cluster.run()
+    agents.turn(agents.new_tokens(24), name=b"agent")
+    found = agents.cluster.core._requests.sessions
+    assert found is not None
+    request = next(iter(agents.cluster.core._requests))
+
+    assert found.own_demand(request).min() >= 0.0
+
+
 def test_a_session_that_ends_leaves_its_room_at_once() -> None:
     """After the last turn, the next new session starts without waiting for the usual pause."""
     agents = _Agents()

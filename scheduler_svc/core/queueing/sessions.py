@@ -235,14 +235,18 @@ class Sessions:
         if (name := _name(request)) is not None:
             slot = self._named.get(name, slot)
         if slot < 0:
-            self._begin(request, kinds, now)
+            self._begin(request, kinds, now, 1, name)
             return None
         session = self._session(slot)
+        if self._table[slot, _STATE] == _AT_GATE:
+            # The session has not started yet. Another request with its name is a first turn, too.
+            self._begin(request, kinds, now, session.turn, None)
+            return None
         self.num_later_turns += 1
         self.num_lost_tokens += max(0, known - len(request.tokens) + request.wait.uncached)
         if self._table[slot, _STATE] != _PAUSING:
             # Two requests continue one sequence. The second is a branch with its own session.
-            self._begin(request, kinds, now, session)
+            self._begin(request, kinds, now, session.turn + 1, None)
             return Turn(session.turn + 1, 0.0, known)
         pause_s = now - float(self._table[slot, _SINCE])
         for kind in session.kinds:
@@ -251,6 +255,9 @@ class Sessions:
             kind.has_returned(session.turn, pause_s, max(0, len(request.tokens) - session.prompt))
         session.has_left = False
         session.turn += 1
+        if name is not None and session.name is None:
+            session.name = name
+            self._named[name] = slot
         session.prompt = len(request.tokens)
         self._resume(slot)
         request.session = slot
@@ -284,6 +291,9 @@ class Sessions:
                 self._left(slot)
                 self._drop(slot)
                 return
+        if self._table[slot, _STATE] == _AT_GATE:
+            self._drop(slot)  # The session has not started. A retry is a first turn again.
+            return
         if session.name is not None:
             session.total = num_tokens
         elif not (session.tail or session.stem):
@@ -420,17 +430,17 @@ class Sessions:
         assert session is not None
         return session
 
-    def _begin(self, request: Request, kinds: tuple[Habits, ...], now: float, parent: _Session | None = None) -> None:
+    def _begin(
+        self, request: Request, kinds: tuple[Habits, ...], now: float, turn: int, name: SessionName | None
+    ) -> None:
         """Give a request a slot of its own, unless all sessions are active."""
         number = tenant_number(request.spec.tenant)
         slot = self._take_slot(number)
         if slot is None:
             return
-        name = _name(request) if parent is None else None
         if name is not None:
             self._named[name] = slot
         shared = max(0, len(request.tokens) - request.wait.uncached)
-        turn = 1 if parent is None else parent.turn + 1
         session = self._sessions[slot] = _Session(kinds, turn, len(request.tokens), shared, name)
         self._table[slot, _TENANT] = number
         request.session = slot
@@ -476,7 +486,8 @@ class Sessions:
         """Write a session into the table as of now."""
         habits, turn = session.habits, session.turn
         is_pausing = state == _PAUSING
-        own = (session.total if is_pausing else len(request.tokens)) - session.shared
+        # The later prompts of a named session may be shorter than the tokens that it shared when it began.
+        own = max(0, (session.total if is_pausing else len(request.tokens)) - session.shared)
         if not habits.num_returns:
             due = now + _UNKNOWN_PAUSE_S if is_pausing else np.inf
             self._table[slot, :_TENANT] = (own, 0.0, 0.0, 0.0, 1.0, now, due, state)
