@@ -125,16 +125,20 @@ class Eligibility(Promise):
             return Obstacle.QUOTA
         if stream.is_unsettled:
             return Obstacle.UNSETTLED
+        if self.may_lack_memory(stream, epoch, memory):
+            return Obstacle.MEMORY
+        return self.held_by(stream, epoch, without=without)
+
+    def may_lack_memory(self, stream: Stream, epoch: Epoch, memory: Memory) -> bool:
+        """Return whether there may not be enough memory for a waiting stream."""
         size = epoch.model.block_size
         needed = _blocks(stream.num_known, size)
         if self.config.capacity == "guaranteed_no_evict":
-            longest = _blocks(min(whole, epoch.context) - 1, size)
+            longest = _blocks(min(stream.longest, epoch.context) - 1, size)
             short = memory.promised > 0 and memory.promised + longest > memory.total
         else:
             short = needed + memory.reserve > memory.available
-        if short or needed > memory.available:
-            return Obstacle.MEMORY
-        return self.held_by(stream, epoch, without=without)
+        return short or needed > memory.available
 
     def has_quota(self, stream: Stream) -> bool:
         """Return whether a quota may delay some requests of the stream's tenant."""

@@ -112,7 +112,9 @@ class WorkConservation(Promise):
         """Tenants with a request that has its own obstacle. The quota may permit exactly this request."""
         for stream in self.book.waiting:
             obstacle = self._eligibility.obstacle(stream, epoch, memory)
-            if obstacle is Obstacle.MEMORY:
+            # A request that may begin a session may also continue one, and then holds up others for memory.
+            is_held = obstacle is Obstacle.SESSION and self._eligibility.may_lack_memory(stream, epoch, memory)
+            if obstacle is Obstacle.MEMORY or is_held:
                 return {}
             if obstacle is None:
                 admissible[stream] = stream
