@@ -99,6 +99,7 @@ def to_settings(config: CoreConfig) -> dict[str, Any]:
         "max_queued_tokens": config.max_queued_tokens,
         "max_plans_in_flight": config.max_plans_in_flight,
         "worker_wait_s": config.worker_wait_s,
+        "session_wait_s": config.session_wait_s,
         "step_deadline_s": config.step_deadline_s,
         "stall_timeout_s": config.stall_timeout_s,
         "resume_keep_s": config.resume_keep_s,

@@ -166,7 +166,7 @@ def _shell_blocks() -> list[str]:
 def test_the_overlay_of_the_page_renders() -> None:
     """The copied overlay renders the workers, images and volumes that it names."""
     blocks = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
-    (overlay,) = (block for block in blocks if "Kustomization" in block)
+    (overlay,) = (block for block in blocks if "Kustomization" in block and "images:" in block)
     with tempfile.TemporaryDirectory(prefix="overlay-", dir=ROOT / "build") as folder:
         (Path(folder) / "kustomization.yaml").write_text(overlay.replace("../deploy", "../../deploy"))
         command = [str(TOOLS / "kubectl"), "kustomize", folder]

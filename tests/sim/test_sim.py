@@ -104,7 +104,7 @@ def test_every_second_world_is_adapted() -> None:
 
 def test_every_limit_is_drawn() -> None:
     """Each limit of the core takes several values over the seeds, so a new one cannot be forgotten."""
-    configs = [draw(seed).config for seed in range(200)]
+    configs = [draw_world(seed).config for seed in range(200)]
     constant = [
         field.name
         for field in dataclasses.fields(CoreConfig)
