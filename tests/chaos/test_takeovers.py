@@ -12,8 +12,14 @@ import pytest
 from checks.chaos.takeovers import Fault
 from measure.testbed.service import ROOT
 
+
+def _has_namespaces() -> bool:
+    command = ["unshare", "--net", "--mount", "--pid", "--fork", "--mount-proc", "true"]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
 pytestmark = pytest.mark.skipif(
-    os.geteuid() != 0 or not all(map(shutil.which, ("etcd", "ip", "unshare"))),
+    os.geteuid() != 0 or not all(map(shutil.which, ("etcd", "ip", "unshare"))) or not _has_namespaces(),
     reason="network namespaces need root and iproute2, and the lease needs etcd",
 )
 
