@@ -134,7 +134,8 @@ class Eligibility(Promise):
         size = epoch.model.block_size
         needed = _blocks(stream.num_known, size)
         if self.config.capacity == "guaranteed_no_evict":
-            longest = _blocks(min(stream.longest, epoch.context) - 1, size)
+            whole = len(stream.demand.prompt) + stream.demand.max_tokens
+            longest = _blocks(min(whole, epoch.context) - 1, size)
             short = memory.promised > 0 and memory.promised + longest > memory.total
         else:
             short = needed + memory.reserve > memory.available
