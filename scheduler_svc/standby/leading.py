@@ -140,6 +140,8 @@ class Standbys:
     def read(self, now: float) -> None:
         """Handle all messages that have arrived, and the end of the lease."""
         if self._election is not None and now > self._election.held_until:
+            if not self.successor:
+                log.warning("leader lease: not renewed in time; if its store is slow, increase --leader-lease-s")
             # The holder of the next lease leads under this number or a higher one.
             self._step_down(self._number + 1, silent=True)
         if self._router is not None and is_readable(self._router):

@@ -142,7 +142,7 @@ def test_a_suspect_that_survives_alone_is_cleared() -> None:
 
 
 def test_a_suspect_whose_reader_pauses_runs_alone_when_it_goes_on() -> None:
-    """Two suspects lack credit in turn. The one that gets credit while the other runs alone has its step alone, too."""
+    """A suspect request whose reader takes output again during the trial of another one runs in a step of its own."""
     ward = Ward()
     cluster = ward.cluster
     for stream in (1, 2):
