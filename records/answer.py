@@ -3,6 +3,7 @@
     python -m records.answer FOLDER QUESTION MOMENT
 
 QUESTION is a serialized `Any` in base64. MOMENT is the monotonic time, in seconds, at which the caller stops waiting.
+The process reads the recording once stdin is readable: the recorder has then written all that precedes the question.
 The reply is a serialized `OperatorReply` on stdout.
 """
 
@@ -41,6 +42,7 @@ def main() -> int:
     os.nice(10)
     place, question, ends_at = Path(sys.argv[1]), base64.b64decode(sys.argv[2]), float(sys.argv[3])
     reply = link_pb2.OperatorReply()
+    sys.stdin.buffer.read(1)
     try:
         reply.response.Pack(_answer(AnyMessage.FromString(question), place, ends_at))
     except DecodeError:

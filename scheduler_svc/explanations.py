@@ -1,8 +1,9 @@
 """Answers operators' questions about the recording of a running service: explanations and comparisons of strategies.
 
 Reading a recording takes seconds, so a short-lived process with low priority reads it (`records.answer`). The process
-gets the query as an argument and writes the reply to a file. The loop only starts the process, and wakes up when it has
-exited. The process is killed when its caller disconnects.
+gets the query as an argument and writes the reply to a file. It waits until the recorder has written everything that
+happened before the query, so that the reply includes a request that has just ended. The loop only starts the process,
+and wakes up when it has exited. The process is killed when its caller disconnects.
 """
 
 import base64
@@ -14,13 +15,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO
 
 from protos.quire.link.v1 import link_pb2
 from quire.admin.v1 import admin_pb2 as admin
 from scheduler_svc.core.interface.records import Peer
 from scheduler_svc.frontend.link import error_reply
+from scheduler_svc.recorder.recorder import Recorder
 from shared.errors import OverloadedError, QuireError, UnsupportedMethodError
 
 _MAX_WAITING = 8
@@ -58,9 +59,9 @@ class _Process:
 class LiveExplanations:
     """Questions about one record, processed one at a time."""
 
-    def __init__(self, folder: Path | None) -> None:
-        """Start without questions; `folder` contains the record, or is None if there is no record."""
-        self._folder = folder
+    def __init__(self, recorder: Recorder | None) -> None:
+        """Start without questions; `recorder` writes the record, or is None if there is no record."""
+        self._recorder = recorder
         self._waiting: deque[_Question] = deque()
         self._process: _Process | None = None
 
@@ -72,7 +73,7 @@ class LiveExplanations:
     def ask(self, peer: Peer, request: link_pb2.OperatorRequest, now: float) -> link_pb2.OperatorReply | None:
         """Accept a question; return a reply only if the question is refused."""
         try:
-            if self._folder is None:
+            if self._recorder is None:
                 raise UnsupportedMethodError("explain: the scheduler keeps no record; start it with --record-dir")
             if len(self._waiting) >= _MAX_WAITING:
                 raise OverloadedError("explain: too many explanations are requested at the same time; try again later")
@@ -100,8 +101,8 @@ class LiveExplanations:
         while self._waiting and now > self._waiting[0].ends_at:
             question = self._waiting.popleft()
             found.append((question.peer, error_reply(question.number, OverloadedError(_FAILED))))
-        if self._process is None and self._waiting:
-            self._process = self._start(self._waiting.popleft(), now)
+        if self._process is None and self._waiting and self._recorder is not None:
+            self._process = _start(self._recorder, self._waiting.popleft(), now)
         return found
 
     def end(self, peer: Peer, numbers: Iterable[int]) -> None:
@@ -126,18 +127,21 @@ class LiveExplanations:
             self._process.child.wait()
             os.close(self._process.descriptor)
 
-    def _start(self, question: _Question, now: float) -> _Process:
-        output = tempfile.TemporaryFile()  # noqa: SIM115
-        command = [sys.executable, "-m", "records.answer", str(self._folder)]
-        # Pass a timestamp instead of a duration, because importing modules is slow on a busy machine.
-        ends_at = time.monotonic() + question.ends_at - now
-        command += [base64.b64encode(question.payload).decode(), f"{ends_at:.1f}"]
-        exited, alive = os.pipe()
-        try:
-            child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, pass_fds=[alive])
-        finally:
-            os.close(alive)
-        return _Process(question, child, output, exited)
+
+def _start(recorder: Recorder, question: _Question, now: float) -> _Process:
+    output = tempfile.TemporaryFile()  # noqa: SIM115
+    command = [sys.executable, "-m", "records.answer", str(recorder.folder)]
+    # Pass a timestamp instead of a duration, because importing modules is slow on a busy machine.
+    ends_at = time.monotonic() + question.ends_at - now
+    command += [base64.b64encode(question.payload).decode(), f"{ends_at:.1f}"]
+    exited, alive = os.pipe()
+    written = recorder.when_written()
+    try:
+        child = subprocess.Popen(command, stdin=written, stdout=output, pass_fds=[alive])
+    finally:
+        os.close(alive)
+        os.close(written)
+    return _Process(question, child, output, exited)
 
 
 def _kill(process: _Process) -> None:

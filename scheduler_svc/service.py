@@ -159,7 +159,7 @@ class SchedulerService:
         self._operator = Operator(
             self._core, apply=self._apply, set_log_level=self._set_log_level, settings=shown_settings(core_config)
         )
-        self._explanations = LiveExplanations(recorder.folder if recorder is not None else None)
+        self._explanations = LiveExplanations(recorder)
         wall_ns = time.time_ns() - time.monotonic_ns()
         self._views = LiveViews(recorder, self._frontends, self._core, wall_ns, config.policy)
         self._journal = open_journal(config)

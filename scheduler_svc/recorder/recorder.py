@@ -143,7 +143,10 @@ class Recorder:
         self._view_errors = 0
         self._dropped_steps = 0
         """Steps omitted from live views since the last part."""
-        self._ending = threading.Event()
+        self._is_ending = False
+        self._wake = threading.Event()
+        self._write_waits: deque[int] = deque()
+        """Write ends of the pipes that `when_written` returned, in order."""
         self.tape.cut(clock())
         self._is_fresh = True
         self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
@@ -177,9 +180,23 @@ class Recorder:
         while self._parts:
             yield self._parts.popleft()
 
+    def when_written(self) -> int:
+        """Return a file descriptor that becomes readable once all items that are now on the tape have been written.
+
+        The thread wakes up for it. If recording has stopped, the descriptor is readable immediately. The caller closes
+        it.
+        """
+        reading, writing = os.pipe2(os.O_CLOEXEC)
+        self._write_waits.append(writing)
+        self._wake.set()
+        if not self._thread.is_alive():
+            self._end_write_waits(len(self._write_waits))
+        return reading
+
     def close(self) -> None:
         """Write the remaining items and stop the thread."""
-        self._ending.set()
+        self._is_ending = True
+        self._wake.set()
         self._thread.join(timeout=5.0)
         if not self._thread.is_alive():
             self._ring.close()
@@ -217,8 +234,11 @@ class Recorder:
             while not is_last:
                 copies = self._snapshot_pipe >= 0
                 interval_s = _WATCHED_INTERVAL_S if self._is_watched else INTERVAL_S
-                is_last = self._ending.wait(_SNAPSHOT_INTERVAL_S if copies else interval_s)
+                self._wake.wait(_SNAPSHOT_INTERVAL_S if copies else interval_s)
+                self._wake.clear()
+                is_last, num_waits = self._is_ending, len(self._write_waits)
                 self._round()
+                self._end_write_waits(num_waits)
         except Exception as error:
             self.tape.is_off = True
             self._failed(repr(error), "off until the next start; please report this")
@@ -227,6 +247,17 @@ class Recorder:
             self.tape.items.clear()
             if self._writer is not None:
                 self._writer.close()
+            self._end_write_waits(len(self._write_waits))
+
+    def _end_write_waits(self, count: int) -> None:
+        for _ in range(count):
+            # The loop and the thread may both end waits when the thread exits.
+            with contextlib.suppress(IndexError):
+                writing = self._write_waits.popleft()
+                # A snapshot process may still have the pipe open, so a byte is the signal. The reader may be gone.
+                with contextlib.suppress(BrokenPipeError):
+                    os.write(writing, b".")
+                os.close(writing)
 
     def _round(self) -> None:
         tape = self.tape.items

@@ -4,17 +4,28 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from protos.quire.link.v1 import link_pb2
 from quire.admin.v1 import admin_pb2 as admin
+from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.core.interface.records import Peer
 from scheduler_svc.explanations import LiveExplanations
+from scheduler_svc.recorder.recorder import Recorder
 
 PEER = b"front/1"
 PATIENCE_S = 60.0
+
+
+@pytest.fixture
+def recorder(tmp_path: Path) -> Iterator[Recorder]:
+    """A recorder whose core did nothing."""
+    recorder = Recorder(tmp_path, max_bytes=8 << 20, config=CoreConfig(), incarnation=1, release="test")
+    yield recorder
+    recorder.close()
 
 
 def _question(number: int) -> link_pb2.OperatorRequest:
@@ -30,24 +41,24 @@ def _replies(explanations: LiveExplanations, now: float) -> list[tuple[Peer, lin
     return found
 
 
-def test_a_file_that_is_no_record_is_named_in_the_refusal(tmp_path: Path) -> None:
+def test_a_file_that_is_no_record_is_named_in_the_refusal(recorder: Recorder) -> None:
     """A record that cannot be read is refused with the reason and the file's name."""
-    (tmp_path / "000000000001.record").write_bytes(b"something else")
-    explanations = LiveExplanations(tmp_path)
+    (recorder.folder / "000000000000.record").write_bytes(b"something else")
+    explanations = LiveExplanations(recorder)
     assert explanations.ask(PEER, _question(7), 0.0) is None
 
     ((peer, reply),) = _replies(explanations, 0.0)
 
     assert (peer, reply.number) == (PEER, 7)
-    assert "000000000001.record: not a flight record" in reply.error.message
+    assert "000000000000.record: not a flight record" in reply.error.message
 
 
-def test_a_question_that_waited_too_long_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_question_that_waited_too_long_is_refused(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     """The time limit counts from the question: it includes the wait for another explanation.
 
     A process that is too slow is killed, and its reply is read only after it has exited.
     """
-    explanations = LiveExplanations(tmp_path)
+    explanations = LiveExplanations(recorder)
     popen = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda command, **pipes: popen(["sleep", "600"], **pipes))
     explanations.ask(PEER, _question(1), 0.0)
@@ -68,9 +79,9 @@ def test_a_question_that_waited_too_long_is_refused(tmp_path: Path, monkeypatch:
     explanations.close()
 
 
-def test_the_loop_does_not_wait_for_a_process_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loop_does_not_wait_for_a_process_to_end(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that does not exit when it is killed delays only its own reply."""
-    explanations = LiveExplanations(tmp_path)
+    explanations = LiveExplanations(recorder)
     popen = subprocess.Popen
 
     class Unkillable(popen):  # type: ignore[misc,valid-type]
@@ -94,9 +105,11 @@ def test_the_loop_does_not_wait_for_a_process_to_end(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
-def test_a_caller_that_leaves_ends_its_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_lost: bool) -> None:
+def test_a_caller_that_leaves_ends_its_question(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, is_lost: bool
+) -> None:
     """The query's process is killed, and waiting queries are dropped; other front ends' queries are answered."""
-    explanations = LiveExplanations(tmp_path)
+    explanations = LiveExplanations(recorder)
     popen = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda command, **pipes: popen(["sleep", "600"], **pipes))
     explanations.ask(PEER, _question(1), 0.0)

@@ -3,6 +3,7 @@
 import errno
 import itertools
 import os
+import select
 import subprocess
 import sys
 import threading
@@ -179,6 +180,22 @@ def test_a_killed_scheduler_loses_less_than_a_second(tmp_path: Path) -> None:
     recorded = [entry.time for entry in entries(read(folder))]
     assert max(made) - recorded[-1] < 1
     assert replay(read(folder)).difference is None
+
+
+def test_a_reader_may_wait_until_everything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The descriptor is readable once the tape is on the disk, without waiting for the thread's interval."""
+    monkeypatch.setattr(recorder_module, "INTERVAL_S", 3600.0)
+    recorder = _recorder(tmp_path)
+    core = RecordedScheduler(CoreConfig(), 1, recorder.tape)
+    core.handle(TimePassed(), 7.0)
+
+    for is_closed in (False, True):
+        if is_closed:
+            recorder.close()
+        written = recorder.when_written()
+        assert select.select([written], [], [], PATIENCE_S)[0] == [written]
+        os.close(written)
+        assert [entry.time for entry in entries(read(tmp_path))] == [7.0]
 
 
 def test_a_segment_with_a_failed_write_counts_in_the_ring(tmp_path: Path) -> None:
