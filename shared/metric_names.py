@@ -349,7 +349,7 @@ SESSION_TURNS = Metric("quire.session.later_turns", _C, "Requests that continued
 SESSION_LOST_TOKENS = Metric(
     "quire.session.lost_tokens",
     _C,
-    "Tokens that later turns of sessions repeated, but that were not cached any more",
+    "Tokens that later turns of sessions repeated, but that were not cached when they were admitted",
     unit="{token}",
 )
 SESSION_GATE_HELD = Metric(

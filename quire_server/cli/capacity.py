@@ -126,7 +126,7 @@ def run(options: Namespace) -> int:
     memory = fit(usable, sizes, serving, weights=own, step=step)
     bytes_per_block = kv_bytes(sizes, serving.kv_type) * serving.block_size // serving.tensor_parallel_size
     host_tokens = parse_bytes(options.host_cache) // max(1, bytes_per_block) * serving.block_size
-    agent = _agent(options.agents)
+    agent = _agent(options.agents, longest)
     sessions = None
     if agent is not None:
         tiers = (memory.num_blocks, memory.num_blocks + host_tokens // serving.block_size)
@@ -216,7 +216,7 @@ def _contexts(options: Namespace, longest: int) -> list[int]:
         raise CommandError(f"--context: {options.context!r} is not a list of numbers; write 2048,4096") from None
 
 
-def _agent(text: str | None) -> "Agent | None":
+def _agent(text: str | None, longest: int) -> "Agent | None":
     from quire_server.capacity import MAX_TURNS, Agent
 
     if text is None:
@@ -229,6 +229,10 @@ def _agent(text: str | None) -> "Agent | None":
         raise CommandError(f"--agents: {text!r} is not three numbers above 0; write for example 12,4096,512")
     if agent.turns > MAX_TURNS:
         raise CommandError(f"--agents: {agent.turns} turns are too many; use at most {MAX_TURNS}")
+    if longest and (tokens := agent.tokens(agent.turns - 1)) > longest:
+        raise CommandError(
+            f"--agents: the last turn ends with {tokens} tokens, more than the model's {longest} positions; lower one"
+        )
     return agent
 
 

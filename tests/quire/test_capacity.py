@@ -164,6 +164,15 @@ def test_sessions_of_agents_fit_in_both_tiers(tmp_path: Path, capsys: pytest.Cap
     assert main(["capacity", *flags[:-3], "--agents=2,128"]) != 0
 
 
+def test_agents_are_not_longer_than_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """A session that a worker would refuse in its last turn is refused with its length and the limit."""
+    flags = ["--kv-cache-memory=512MiB", "--max-model-len=2048"]
+    assert main(["capacity", *flags, "--agents=12,1280,64"]) == 0
+    assert main(["capacity", *flags, "--agents=13,1280,64"]) != 0
+
+    assert "the last turn ends with 2112 tokens, more than the model's 2048 positions" in capsys.readouterr().err
+
+
 def test_the_number_of_turns_of_agents_is_bounded(capsys: pytest.CaptureFixture[str]) -> None:
     """A number of turns that would take hours to add up is refused with the largest one."""
     assert main(["capacity", "--kv-cache-memory=512MiB", f"--agents={10**18},128,64"]) != 0

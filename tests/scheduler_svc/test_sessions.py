@@ -333,6 +333,31 @@ def test_a_tenant_with_many_sessions_drops_its_own(monkeypatch: pytest.MonkeyPat
     assert found._sessions[request.session].turn == 2  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("is_last_to_end", [False, True])
+def test_the_last_turn_ends_the_session_of_its_name(is_last_to_end: bool) -> None:
+    """A last turn that runs concurrently with another turn of its session ends the whole session."""
+    agents = _Agents()
+    agents.turn(agents.new_tokens(40), 8 if is_last_to_end else 40, name=b"agent")
+    agents.turn(agents.new_tokens(40), 40 if is_last_to_end else 8, name=b"agent", ends=True)
+    agents.cluster.run()
+
+    assert (agents.stats.sessions.active, agents.stats.sessions.pausing) == (0, 0)
+
+
+def test_tokens_that_are_evicted_before_a_later_turn_is_admitted_are_lost() -> None:
+    """What a turn repeats may be cached when it arrives and evicted while it waits."""
+    agents = _Agents(session_wait_s=1.0)
+    first = agents.turn(agents.new_tokens(40))
+    agents.cluster.run()
+    agents.turn(agents.new_tokens(240))
+    agents.turn([*agents.sequence(first), *agents.new_tokens(8)])
+    assert agents.stats.sessions.later_turns == 1
+    assert agents.stats.sessions.lost_tokens == 0
+    agents.cluster.run()
+
+    assert agents.stats.sessions.lost_tokens > 0
+
+
 def test_a_later_turn_says_how_much_of_its_session_is_cached() -> None:
     """The history of a later turn names the turn and the pause, and the metrics count the tokens that were lost."""
     agents = _Agents(session_wait_s=1.0)

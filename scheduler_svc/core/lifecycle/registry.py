@@ -237,6 +237,8 @@ class RequestRegistry:
         self.drop_swapped(request)
         if request.attempts == 1:
             self.forecast.admitted(request.prediction, now - request.arrival, self.backlog.num_startable, now)
+            if self.sessions is not None:
+                self.sessions.started(request)
 
     def refuse_grammar(self, key: bytes, now: float) -> None:
         """End the waiting requests with this grammar that no worker can serve."""

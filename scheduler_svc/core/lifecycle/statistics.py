@@ -94,7 +94,7 @@ class SessionStats:
     later_turns: int = 0
     """Requests that continued a session."""
     lost_tokens: int = 0
-    """Tokens that such requests repeated, but that were not cached any more."""
+    """Tokens that such requests repeated, but that were not cached when they were admitted."""
     gate: GateCounters = field(default_factory=GateCounters)
 
 

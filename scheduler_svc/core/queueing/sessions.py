@@ -153,7 +153,8 @@ class _Session:
     """The parts of a slot that are not in the table."""
 
     __slots__ = (
-        "has_left", "kinds", "length", "name", "prompt", "shared", "stem", "stem_length", "tail", "total", "turn",
+        "has_left", "is_over", "kinds", "length", "name", "prompt", "shared", "stem", "stem_length", "tail", "total",
+        "turn",
     )  # fmt: skip
 
     def __init__(
@@ -176,6 +177,8 @@ class _Session:
         """Tokens up to the end of the stem."""
         self.name = name
         self.has_left = False
+        self.is_over = False
+        """Whether a concurrent turn has ended the session; it is dropped when its own turn ends."""
 
     @property
     def habits(self) -> Habits:
@@ -214,7 +217,7 @@ class Sessions:
         self.num_later_turns = 0
         """Number of requests that continued a session."""
         self.num_lost_tokens = 0
-        """Tokens that such requests repeated, but that were not cached any more."""
+        """Tokens that such requests repeated, but that were not cached when they were admitted."""
 
     @property
     def num_active(self) -> int:
@@ -243,7 +246,7 @@ class Sessions:
             self._begin(request, kinds, now, session.turn, None)
             return None
         self.num_later_turns += 1
-        self.num_lost_tokens += max(0, known - len(request.tokens) + request.wait.uncached)
+        request.repeated_tokens = known
         if self._table[slot, _STATE] != _PAUSING:
             # Two requests continue one sequence. The second is a branch with its own session.
             self._begin(request, kinds, now, session.turn + 1, None)
@@ -263,6 +266,10 @@ class Sessions:
         request.session = slot
         self._write(slot, session, request, _ACTIVE, now)
         return Turn(session.turn, pause_s, known)
+
+    def started(self, request: Request) -> None:
+        """Count the tokens that a later turn repeats but did not find in the prefix cache when it was admitted."""
+        self.num_lost_tokens += max(0, request.repeated_tokens - request.num_cached_prompt_tokens)
 
     def ended(self, request: Request, num_tokens: int, now: float, *, is_complete: bool) -> None:
         """Record the end of a request: its session pauses.
@@ -288,9 +295,13 @@ class Sessions:
                 self._set_stem(slot, session, stem, at)
                 session.total = num_tokens
             if request.spec.ends_session:
-                self._left(slot)
-                self._drop(slot)
+                self._finish(slot)
+                if (name := _name(request)) is not None and (named := self._named.get(name)) is not None:
+                    self._end_concurrent(named)
                 return
+        if session.is_over:
+            self._finish(slot)
+            return
         if self._table[slot, _STATE] == _AT_GATE:
             self._drop(slot)  # The session has not started. A retry is a first turn again.
             return
@@ -507,6 +518,17 @@ class Sessions:
         del self._pausing_of[tenant][slot]
         if not self._pausing_of[tenant]:
             del self._pausing_of[tenant]
+
+    def _finish(self, slot: int) -> None:
+        self._left(slot)
+        self._drop(slot)
+
+    def _end_concurrent(self, slot: int) -> None:
+        """End the session of a name after another of its turns, which ran concurrently, was marked as the last one."""
+        if self._table[slot, _STATE] == _PAUSING:
+            self._finish(slot)
+        else:
+            self._session(slot).is_over = True
 
     def _left(self, slot: int) -> None:
         session = self._sessions[slot]

@@ -144,6 +144,8 @@ class Request:
     faults: Faults = field(default_factory=Faults)
     session: int = -1
     """Its slot in the table of sessions; -1 if it has none."""
+    repeated_tokens: int = 0
+    """Leading tokens that it shares with the turn of its session before."""
     prefix_waits: int = 0
     """Number of times that it began to wait for a prefix block computed by another request."""
     num_cached_prompt_tokens: int = 0
