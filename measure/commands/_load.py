@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from measure.load.workloads import TraitMix, Workload
     from quire_server.http_client import Server
 
-_WORKLOADS = ("azure-conversation", "azure-code", "mooncake-conversation")
+_WORKLOADS = ("azure-conversation", "azure-code", "mooncake-conversation", "coding-agents")
+_LONGEST_PAUSE_S = 60.0
+"""Longest pause of an agent without --pause, seconds."""
 _DEFAULT_S = 30.0
 """Duration of a run without --duration and --requests, seconds."""
 
@@ -89,13 +91,14 @@ def add_workload_flags(parser: OneLineParser) -> None:
     add(
         "--pause",
         type=non_negative,
-        default=0.0,
         metavar="S",
-        help="mean pause between turns, such as a tool's, seconds",
+        help="mean pause between turns, such as a tool's, seconds (default: 0); for agents, the longest (default: 60)",
     )
     add("--long-share", type=share, default=0.0, metavar="P", help="share of sessions that have a long prompt")
     add("--long-input", type=_lengths, default="1024", metavar="LENGTH", help="prompt tokens of these (default: 1024)")
-    add("--workload", choices=_WORKLOADS, help="lengths and shared prefixes from the published statistics of a trace")
+    add("--workload", choices=_WORKLOADS, help="lengths and shared prefixes from published statistics")
+    add("--scale", type=positive, default=1.0, metavar="F", help="with --workload: lengths are F times those of the"
+        " statistics, for a model with a shorter context (default: 1)")  # fmt: skip
     add("--dataset", type=Path, metavar="FILE", help='prompts from JSON lines: {"prompt": TEXT, "max_tokens": N}')
     add("--tenants", type=_weights, default={}, metavar="A=3,B=1", help="tenants and their weights")
     add("--priorities", type=_weights, default={}, metavar="0=9,5=1", help="priorities and their weights")
@@ -145,19 +148,22 @@ def metrics_of(options: Namespace) -> "Server | None":
 
 def workload_of(options: Namespace, seed: int) -> "Workload":
     """Return the workload that the flags describe."""
-    from measure.load.traces import PUBLISHED
+    from measure.load.traces import PUBLISHED, CodingAgents
     from measure.load.workloads import Drawn, Mixed, read_prompts
 
     if options.dataset is not None:
         return read_prompts(options.dataset, options.output.high or round(options.output.mean))
     if options.workload:
-        return PUBLISHED[options.workload].workload(seed)
+        published = PUBLISHED[options.workload]
+        if isinstance(published, CodingAgents):
+            return published.workload(seed, options.scale, _LONGEST_PAUSE_S if options.pause is None else options.pause)
+        return published.workload(seed, options.scale)
     usual = Drawn(
         options.input,
         options.output,
         seed,
         options.turns,
-        options.pause,
+        options.pause or 0.0,
         options.prefixes,
         prefix_tokens=options.shared_prefix or 0,
     )

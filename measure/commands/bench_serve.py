@@ -42,6 +42,7 @@ EXAMPLES = """
   quire bench serve --concurrency 16 --requests 200 --input 64-512 --output lognormal:128:0.8
   quire bench serve --rate 2 --workload azure-conversation --repeats 5 --json report.json
   quire bench serve --url http://127.0.0.1:8000 --rate 4 --prompts chat --shared-prefix 256
+  quire bench serve --url http://127.0.0.1:8000 --agents 16 --duration 600 --json agents.json
   quire bench serve --trace AzureLLMInferenceTrace_conv.csv --speed 2 --duration 300
 """
 
@@ -58,6 +59,8 @@ def configure(parser: OneLineParser) -> None:
     add("--trace", type=Path, metavar="FILE", help="open loop: times and lengths from an Azure or Mooncake trace")
     add("--speed", type=positive, default=1.0, metavar="X", help="replay the trace X times as fast (default: 1)")
     add("--concurrency", type=number_of, metavar="N", help="closed loop: number of users")
+    add("--agents", type=number_of, metavar="N", help="closed loop: number of coding agents (--concurrency N --workload"
+        " coding-agents)")  # fmt: skip
     add("--think", type=non_negative, default=0.0, metavar="S", help="closed loop: pause of a user, seconds")
     add("--duration", type=positive, metavar="S", help="seconds during which sessions begin (default: 30)")
     add("--requests", type=number_of, metavar="N", help="number of sessions; a session has one request, or --turns")
@@ -83,6 +86,8 @@ async def _measure(options: Namespace) -> "Report":
 
     slo = slo_of(options)
     _check_loop(options)
+    if options.agents is not None:
+        options.concurrency, options.workload = options.agents, "coding-agents"
     plan = await base_plan(options)
     runs = []
     for number in range(options.repeats):
@@ -93,12 +98,16 @@ async def _measure(options: Namespace) -> "Report":
 
 
 def _check_loop(options: Namespace) -> None:
-    given = [name for name in ("rate", "trace", "concurrency") if getattr(options, name) is not None]
+    given = [name for name in ("rate", "trace", "concurrency", "agents") if getattr(options, name) is not None]
     if len(given) != 1:
         said = " and ".join(f"--{name}" for name in given) or "no load"
-        raise CommandError(f"{said} given; use one of --rate (open loop), --trace or --concurrency (closed loop)")
+        raise CommandError(
+            f"{said} given; use one of --rate (open loop), --trace, --concurrency or --agents (closed loop)"
+        )
     if options.trace is not None and (options.workload or options.dataset):
         raise CommandError("--trace: a trace defines the lengths; remove --workload or --dataset")
+    if options.agents is not None and (options.workload or options.dataset):
+        raise CommandError("--agents: agents have lengths of their own; remove --workload or --dataset")
 
 
 def _with_load(plan: "Plan", options: Namespace, seed: int) -> "Plan":

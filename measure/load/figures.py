@@ -113,9 +113,13 @@ class Figures:
     outputs: Spread
     """Output tokens per response."""
     ttft: Spread
+    later_ttft: Spread
+    """TTFT of all turns but the first of each session."""
     itl: Spread
     tpot: Spread
     e2e: Spread
+    session: Spread
+    """Times of completed sessions, from the intended start to the end of the last turn, with all pauses."""
     late: Spread
     """Delay of the generator."""
     good: int
@@ -138,9 +142,11 @@ class Figures:
             output_tokens=sum(each.output_tokens for each in counted),
             outputs=Spread.of(float(each.output_tokens) for each in done),
             ttft=Spread.of(each.ttft_s for each in done if each.ttft_s is not None),
+            later_ttft=Spread.of(each.ttft_s for each in done if each.turn and each.ttft_s is not None),
             itl=Spread.of(gap for each in done for gap in each.gaps_s),
             tpot=Spread.of(each.tpot_s for each in done if each.tpot_s is not None),
             e2e=Spread.of(each.e2e_s for each in done),
+            session=Spread.of(each.session_s for each in done if each.session_s is not None),
             late=Spread.of(each.late_s for each in counted),
             good=sum(slo.is_kept(each) for each in done),
         )

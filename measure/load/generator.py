@@ -205,35 +205,46 @@ class _Generator:
     async def _session(self, index: int, session: Session, due_s: float, *, counted: bool) -> None:
         traits = self._plan.traits.draw(index)
         conversation = Conversation(self._plan.prompts)
-        said = 0
-        for number, turn in enumerate(session.turns):
-            fitting = self._fit(turn, said)
-            if fitting is None:
-                return
+        turns, began_s = self._fitting(session), due_s
+        for number, turn in enumerate(turns):
+            is_last = number + 1 == len(turns)
             if number:
                 due_s = self._now() + turn.pause_s
                 await self._sleep_until(due_s)
-            prompt = conversation.ask(fitting)
-            said += len(fitting.prompt) + fitting.output_tokens
+            prompt = conversation.ask(turn)
             cancelled = traits.cancel_at is not None and number == 0
             request = Request(
                 prompt,
-                fitting.output_tokens,
+                turn.output_tokens,
                 self._plan.temperature,
                 self._plan.ignore_eos,
                 traits.tenant,
                 traits.priority,
                 timeout_s=self._plan.timeout_s,
-                cancel_after=max(1, int((traits.cancel_at or 0.0) * fitting.output_tokens)) if cancelled else None,
-                keeps_answer=number + 1 < len(session.turns),
+                cancel_after=max(1, int((traits.cancel_at or 0.0) * turn.output_tokens)) if cancelled else None,
+                keeps_answer=not is_last,
             )
             answer = Answer()
             answer.on_tokens = partial(self._count, answer)
             outcome = await self._request(request, answer, Outcome(index, due_s, 0.0, 0.0, turn=number), traits)
-            self.outcomes.append(replace(outcome, counted=counted))
+            is_complete = is_last and outcome.ending is Ending.DONE
+            session_s = outcome.ended_s - began_s if is_complete else None
+            self.outcomes.append(replace(outcome, counted=counted, session_s=session_s))
             if outcome.ending is not Ending.DONE:
                 return
             conversation.answered("".join(answer.text), answer.token_ids)
+
+    def _fitting(self, session: Session) -> list[Turn]:
+        """Return the turns until the model's context is full."""
+        found: list[Turn] = []
+        said = 0
+        for turn in session.turns:
+            fitting = self._fit(turn, said)
+            if fitting is None:
+                break
+            found.append(fitting)
+            said += len(fitting.prompt) + fitting.output_tokens
+        return found
 
     def _fit(self, turn: Turn, said: int) -> Turn | None:
         """Return the turn, truncated to the model's context; None if the context is full."""

@@ -41,6 +41,8 @@ class Outcome:
     asked_tokens: int = 0
     """Maximum number of output tokens that the request asked for."""
     turn: int = 0
+    session_s: float | None = None
+    """Time from the session's intended start to this end; only for the last turn of a session."""
     tenant: str = ""
     priority: int = 0
     counted: bool = True

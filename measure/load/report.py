@@ -99,6 +99,8 @@ class Report:
             "itl_s": figures.itl.to_json(),
             "tpot_s": figures.tpot.to_json(),
             "e2e_s": figures.e2e.to_json(),
+            "later_ttft_s": figures.later_ttft.to_json(),
+            "session_s": figures.session.to_json(),
             "generator_late_s": figures.late.to_json(),
             "warnings": self.warnings(),
             "repeats": [_run_json(run) for run in self.runs],
@@ -154,12 +156,15 @@ def merged(runs: Sequence[Run], slo: Slo) -> Figures:
 
 
 def spreads(figures: Figures) -> list[tuple[str, Spread]]:
-    """Return the distributions of a run, by title."""
+    """Return the distributions of a run, by title. Those about sessions appear if sessions have several turns."""
+    has_turns = figures.later_ttft.count > 0
     return [
         ("TTFT", figures.ttft),
+        *([("TTFT, later", figures.later_ttft)] if has_turns else []),
         ("ITL", figures.itl),
         ("TPOT", figures.tpot),
         ("e2e", figures.e2e),
+        *([("session", figures.session)] if has_turns else []),
         ("generator late", figures.late),
     ]
 

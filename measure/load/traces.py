@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from measure.load.arrivals import Gamma, Replay
-from measure.load.workloads import UNITS, Drawn, Lengths, Session, Turn, Workload
+from measure.load.workloads import UNITS, Agents, Drawn, Lengths, Pauses, Session, Turn, Workload
 from shared.config import ConfigError
 
 BLOCK_TOKENS = 512
@@ -68,16 +68,51 @@ class Statistics:
     prefix_share: float = 0.0
     """Share of prompt tokens that an unlimited prefix cache would find."""
 
-    def workload(self, seed: int) -> Workload:
-        """Return requests with these lengths and a shared prefix."""
-        return Drawn(self.inputs, self.outputs, seed, prefix_share=self.prefix_share)
+    def workload(self, seed: int, scale: float = 1.0) -> Workload:
+        """Return requests with `scale` times these lengths and a shared prefix."""
+        return Drawn(self.inputs.scaled(scale), self.outputs.scaled(scale), seed, prefix_share=self.prefix_share)
 
     def arrivals(self, rate: float) -> Gamma:
         """Return arrivals at this rate with this coefficient of variation."""
         return Gamma.of_cv(rate, self.gap_cv)
 
 
-PUBLISHED: Mapping[str, Statistics] = {
+@dataclass(frozen=True, slots=True)
+class CodingAgents:
+    """Sessions of coding agents with the statistics of TraceLab (Zhu et al., 2026, arXiv 2606.30560).
+
+    TraceLab recorded 4,265 sessions of Claude Code and Codex. The statistics are those of its repository
+    `uw-syfi/TraceLab`:
+
+    * Turns per session: 82.5 on average (73.6 after tools, 8.9 after persons), with a median of 16.
+    * New tokens: mean and median of the tokens that a step appends to a prefix of 128k to 256k tokens (Claude). They
+      include the previous output, so a session grows somewhat faster here.
+    * Output tokens: mean over all steps, and median of Claude.
+    * Pauses: a median of 0.3 s and a mean of 16.8 s for tools; a median of 86 s and a mean of 2,401 s (Claude) for
+      persons.
+
+    The length of the system prompt with its tool definitions is an assumption.
+    """
+
+    def workload(self, seed: int, scale: float = 1.0, longest_pause_s: float = 60.0) -> Workload:
+        """Return sessions with `scale` times these lengths; longer pauses are cut to `longest_pause_s`."""
+        return Agents(
+            system=max(1, round(12_000 * scale)),
+            new=Lengths.log_normal(mean=1400, median=710).scaled(scale),
+            outputs=Lengths.log_normal(mean=523, median=252).scaled(scale),
+            turns=Lengths.log_normal(mean=82.5, median=16),
+            tool_s=Pauses.log_normal(mean=16.8, median=0.3, longest=longest_pause_s),
+            person_s=Pauses.log_normal(mean=2401, median=86, longest=longest_pause_s),
+            person_share=8.9 / 82.5,
+            seed=seed,
+        )
+
+    def arrivals(self, rate: float) -> Gamma:
+        """Return Poisson arrivals of sessions."""
+        return Gamma.of_cv(rate, 1.0)
+
+
+PUBLISHED: Mapping[str, Statistics | CodingAgents] = {
     # Means and gap CVs from the Azure LLM inference traces 2023. The medians are from Splitwise (Patel et al., 2024).
     "azure-conversation": Statistics(
         Lengths.log_normal(mean=1155, median=1020), Lengths.log_normal(mean=211, median=129), gap_cv=1.09
@@ -90,6 +125,7 @@ PUBLISHED: Mapping[str, Statistics] = {
     "mooncake-conversation": Statistics(
         Lengths(mean=12035, cv=1.0), Lengths(mean=343, cv=1.0), gap_cv=1.0, prefix_share=0.366
     ),
+    "coding-agents": CodingAgents(),
 }
 """The generators by name."""
 

@@ -96,6 +96,11 @@ class Lengths:
             raise ValueError(text)
         return lengths
 
+    def scaled(self, factor: float) -> "Lengths":
+        """Return the distribution of lengths that are `factor` times as long, at least 1."""
+        low, high = (max(1, round(each * factor)) if each else 0 for each in (self.low, self.high))
+        return Lengths(low, high, self.mean * factor, self.cv)
+
     def __str__(self) -> str:
         if self.mean:
             return f"{self.mean:g} ± {self.mean * self.cv:.0f}"
@@ -105,8 +110,7 @@ class Lengths:
         """Return one length, at least 1."""
         if not self.mean:
             return int(rng.integers(self.low, self.high + 1)) if self.high > self.low else self.low
-        sigma = math.sqrt(math.log(1 + self.cv**2))
-        return max(1, round(float(rng.lognormal(math.log(self.mean) - sigma**2 / 2, sigma))))
+        return max(1, round(_log_normal(rng, self.mean, self.cv)))
 
 
 _ONE = Lengths.fixed(1)
@@ -148,6 +152,56 @@ class Drawn:
             pause = float(rng.exponential(self.pause_s)) if number and self.pause_s else 0.0
             turns.append(Turn(prefix + _units(rng, length), output, pause))
         return Session(tuple(turns))
+
+
+@dataclass(frozen=True, slots=True)
+class Agents:
+    """Sessions of agents: many turns, each after a tool or a person has answered.
+
+    All sessions begin with the same system prompt and tool definitions.
+    """
+
+    system: int
+    """Tokens that all sessions share."""
+    new: Lengths
+    """New prompt tokens of a turn: a person's request, or the output of tools."""
+    outputs: Lengths
+    turns: Lengths
+    tool_s: "Pauses"
+    person_s: "Pauses"
+    person_share: float
+    """Share of turns that a person begins; tools begin the others."""
+    seed: int = 0
+
+    def session(self, index: int) -> Session:
+        # Prompts have a generator of their own, so that the lengths do not change the numbers of turns and the pauses.
+        rng, own = (np.random.default_rng([self.seed, _SESSION, index, part]) for part in range(2))
+        shared = _units(np.random.default_rng([self.seed, _PREFIX, 0]), self.system)
+        turns = []
+        for number in range(self.turns.draw(rng)):
+            new, output = self.new.draw(rng), self.outputs.draw(rng)
+            pauses = self.person_s if rng.random() < self.person_share else self.tool_s
+            pause_s = pauses.draw(rng) if number else 0.0
+            turns.append(Turn((() if number else shared) + _units(own, new), output, pause_s))
+        return Session(tuple(turns))
+
+
+@dataclass(frozen=True, slots=True)
+class Pauses:
+    """A log-normal distribution of pauses, in seconds. Longer pauses than `longest` last so long."""
+
+    mean: float
+    cv: float
+    longest: float
+
+    @classmethod
+    def log_normal(cls, *, mean: float, median: float, longest: float) -> "Pauses":
+        """Return the log-normal distribution with this mean and median."""
+        return cls(mean, math.sqrt((mean / median) ** 2 - 1), longest)
+
+    def draw(self, rng: np.random.Generator) -> float:
+        """Return one pause."""
+        return min(self.longest, _log_normal(rng, self.mean, self.cv))
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +307,11 @@ def _prompt(values: Any, where: str, default_output_tokens: int) -> Turn:
         return Turn(tokens, int(values.get("max_tokens", default_output_tokens)), text=str(values.get("prompt", "")))
     except (TypeError, ValueError):
         raise ConfigError(f"{where}: a field has the wrong type; max_tokens is a number, ids are a list") from None
+
+
+def _log_normal(rng: np.random.Generator, mean: float, cv: float) -> float:
+    sigma = math.sqrt(math.log(1 + cv**2))
+    return float(rng.lognormal(math.log(mean) - sigma**2 / 2, sigma))
 
 
 def _units(rng: np.random.Generator, count: int) -> tuple[int, ...]:

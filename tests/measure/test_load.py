@@ -223,6 +223,20 @@ def test_a_turn_has_everything_said_before(style: Style) -> None:
             assert prompts[2][:3] == prompts[1]
 
 
+def test_sessions_are_measured_as_a_whole() -> None:
+    """The last turn has the session's time since its first intended start, even if it is the last that fits."""
+    workload = Drawn(FIXED(5), FIXED(2), turns=FIXED(9), pause_s=0.01)
+    run, _ = _run(_plan(Users(2), workload, sessions=4, max_model_len=22))
+    sessions = [[each for each in run.outcomes if each.session == index] for index in range(4)]
+
+    for session in sessions:
+        assert [each.turn for each in session] == [0, 1, 2]
+        assert [each.session_s for each in session[:-1]] == [None, None]
+        assert session[-1].session_s == pytest.approx(session[-1].ended_s - session[0].intended_s)
+    assert run.figures.session.count == 4
+    assert run.figures.later_ttft.count == 8
+
+
 def test_traits_are_sent() -> None:
     """Tenant and priority of each session; over HTTP a higher priority is a lower number, as in vLLM."""
     mix = TraitMix({"a": 1, "b": 1}, {5: 1})

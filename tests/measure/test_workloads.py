@@ -124,6 +124,32 @@ def test_generators_have_the_published_statistics(name: str, inputs: float, outp
     assert published.arrivals(3.0).rate == 3.0
 
 
+def test_coding_agents_have_the_published_statistics() -> None:
+    """Lengths, pauses and numbers of turns have the medians and means; all sessions share the system prompt."""
+    agents = PUBLISHED["coding-agents"].workload(seed=3)
+    sessions = [agents.session(index) for index in range(300)]
+    turns = [turn for session in sessions if session for turn in session.turns[1:]]
+
+    assert np.median([len(session.turns) for session in sessions if session]) == pytest.approx(16, rel=0.2)
+    assert np.median([len(turn.prompt) for turn in turns]) == pytest.approx(710, rel=0.07)
+    assert np.mean([len(turn.prompt) for turn in turns]) == pytest.approx(1400, rel=0.07)
+    assert np.mean([turn.output_tokens for turn in turns]) == pytest.approx(523, rel=0.07)
+    assert max(turn.pause_s for turn in turns) == 60.0
+    assert np.mean([turn.pause_s > 20 for turn in turns]) == pytest.approx(0.14, abs=0.03)
+    assert len({session.turns[0].prompt[:12_000] for session in sessions if session}) == 1
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_published_lengths_are_scaled(name: str) -> None:
+    """A tenth of the lengths suits a model with a tenth of the context; the numbers of turns stay."""
+    sizes = [
+        [len(turn.prompt) for turn in _turns(PUBLISHED[name].workload(seed=2, scale=scale), 100)] for scale in (1, 0.1)
+    ]
+
+    assert len(sizes[1]) == len(sizes[0])
+    assert np.mean(sizes[1]) == pytest.approx(np.mean(sizes[0]) / 10, rel=0.01)
+
+
 def _ideal_hit_share(prompts: Iterable[Sequence[int]], block_tokens: int = 16) -> float:
     """Return the share of prompt tokens that a prefix cache without limit would have found, in whole blocks."""
     known: set[int] = set()
