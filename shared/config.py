@@ -328,8 +328,13 @@ class WorkerConfig(_Checked):
         " model's own, which only 'demo' has",
     )
     speculative_tokens: int = _option(8, "maximum number of draft tokens per request and step", least=1, most=64)
-    cuda_graphs: bool = _option(
-        True, "capture steps as CUDA graphs at start (GPU only; not with tensor_parallel_size above 1)"
+    cuda_graphs: bool = _option(True, "capture steps as CUDA graphs at start (GPU only)")
+    cuda_graph_tokens: int = _option(
+        0,
+        "largest step with prompt chunks or drafts that is captured as a CUDA graph, in tokens; 0: by the speed of the"
+        " GPU and the size of the model (256 to 2,048)",
+        least=0,
+        most=MAX_STEP_TOKENS,
     )
     num_threads: int = _option(
         0, "CPU threads of a rank; 0: all cores, divided among the ranks on this machine", least=0, most=4096

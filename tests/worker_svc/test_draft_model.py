@@ -102,6 +102,21 @@ def test_output_is_that_without_speculation(checkpoint: Path, sibling: Path, own
     assert (driver.num_accepted == driver.num_drafted) == own
 
 
+def test_the_passes_of_the_draft_model_are_captured(checkpoint: Path, sibling: Path) -> None:
+    """A step with drafts is one replay per pass of the draft model, and one of the model."""
+    device = FakeAccelerator()
+    driver = Driver(drafting(checkpoint, sibling, device))
+    row = driver.admit([1, 2, 3])
+    driver.chunk(row, 3)
+    driver.speculate(row, MOST)
+    driver.step()
+    device.log.clear()
+
+    driver.step()
+
+    assert len([entry for entry in device.log if entry.startswith("replay")]) == MOST + 1
+
+
 def test_a_row_whose_drafts_were_off_for_long_catches_up_in_parts(checkpoint: Path) -> None:
     """The draft model computes the missing tokens before it proposes again, and is right again."""
     driver = Driver(drafting(checkpoint, checkpoint, max_model_len=1024))

@@ -38,7 +38,7 @@ def test_limits_follow_the_device_and_the_model(
 
     assert default_rows(gpu) == rows
     assert default_tokens(gpu, layers * weights, rows) == tokens
-    assert largest_captured(gpu, layers * weights, layers, tokens) == captured
+    assert largest_captured(gpu, layers * weights, layers) == captured
 
 
 def test_half_of_the_tokens_are_left_to_prompts() -> None:

@@ -57,6 +57,10 @@ class Graph(Protocol):
         ...
 
 
+Capture = Callable[[Callable[[], torch.Tensor]], tuple[Graph, torch.Tensor]]
+"""See `Accelerator.capture`."""
+
+
 class Accelerator(Protocol):
     """An asynchronous device."""
 
@@ -186,8 +190,10 @@ class CudaAccelerator:
             compute()
         self.synchronize()
         graph = torch.cuda.CUDAGraph()
+        # In mode "global", calls of other threads would fail the capture, such as NCCL's watchdog querying an event.
+        capturing = torch.cuda.graph(graph, pool=self._pool, stream=self._capturing, capture_error_mode="thread_local")
         # Restore the stream, because `torch.cuda.graph` does not if the capture fails.
-        with torch.cuda.stream(self._capturing), torch.cuda.graph(graph, pool=self._pool, stream=self._capturing):
+        with torch.cuda.stream(self._capturing), capturing:
             result = compute()
         return graph, _borrowed(result)
 

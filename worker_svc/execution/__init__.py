@@ -2,7 +2,6 @@
 
 * `decode_graphs` – decode steps as captured CUDA graphs.
 * `batch` – builds the flat batch of a step from the row table.
-* `mixed_graphs` – steps with prompt chunks as captured CUDA graphs.
 * `executor` – runs the step, synchronously on a CPU and asynchronously on an accelerator.
 * `host_tokens` – copies the last tokens to the host, for rows whose next token depends on them.
 * `sampler` – turns logits into tokens.

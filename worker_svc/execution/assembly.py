@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from opentelemetry.trace import Tracer
@@ -15,13 +16,13 @@ from shared.model_path import draft_of
 from worker_svc.device.accelerator import Accelerator
 from worker_svc.execution.decode_graphs import buckets
 from worker_svc.execution.engine import Engine
-from worker_svc.execution.mixed_graphs import mixed_sizes
 from worker_svc.execution.profiling import run_captured_step, run_largest_step
 from worker_svc.execution.step_sizes import default_rows, default_tokens, gpu_of, largest_captured
 from worker_svc.interface.limits import Limits
 from worker_svc.memory.kv_pool import allocate, block_bytes, cuda_memory_for_kv
 from worker_svc.model.base import KVCache, Model
 from worker_svc.model.loader import ModelDescription
+from worker_svc.model.step_graphs import Shape, StepGraphs, captured, chunk_shapes, draft_shapes, pass_shapes
 from worker_svc.outputs.grammars import GrammarStore
 from worker_svc.ranks.group import Group
 from worker_svc.rows.table import RowTable
@@ -55,8 +56,9 @@ def build_engine(
         ConfigError: a size is invalid, or the memory does not hold a single block.
     """
     gpu = gpu_of(device)
+    group = group or Group()
     num_layers = len(model.kv_shapes)
-    num_weights = description.weights_per_layer * num_layers
+    num_weights = description.weights_per_layer * num_layers // group.size
     # A step includes every running request, so a small token limit also lowers the default number of rows.
     max_rows = config.max_num_seqs or min(default_rows(gpu), config.max_num_batched_tokens or MAX_STEP_TOKENS)
     num_checkpoints = 0
@@ -77,19 +79,15 @@ def build_engine(
         state_bytes=model.state_bytes,
         num_checkpoints=num_checkpoints,
     )
-    group = group or Group()
     draft_model = _load_draft_model(config, description, device, group)
     kv_shapes = model.kv_shapes + (() if draft_model is None else draft_model.kv_shapes)
-    decode: tuple[int, ...] = ()
-    mixed: tuple[int, ...] = ()
-    # Collectives between ranks cannot be captured in graphs.
-    if config.cuda_graphs and accelerator is not None and group.size == 1:
-        decode = buckets(limits.max_rows)
-        if model.capturable:
-            mixed = mixed_sizes(largest_captured(gpu, num_weights, num_layers, max_tokens))
+    graphs = _Graphs()
+    if config.cuda_graphs and accelerator is not None:
+        most = min(config.cuda_graph_tokens or largest_captured(gpu, num_weights, num_layers), max_tokens)
+        graphs = _graphs(limits, most, model, draft_model)
     setting = "kv_cache_memory" if device.type == "cpu" else "gpu_memory_utilization"
     bytes_per_block = block_bytes(kv_shapes, limits.block_size, description.kv_dtype)
-    memory = _memory_for_kv(config, model, limits, description.kv_dtype, device, decode, mixed)
+    memory = _memory_for_kv(config, model, limits, description.kv_dtype, device, graphs)
     # Blocks without keys and values take no memory, so there are enough to find every checkpoint.
     num_sequences = limits.max_rows + (0 if bytes_per_block else limits.num_checkpoints)
     num_blocks = count_blocks(memory, bytes_per_block, num_sequences * limits.max_blocks_per_row, setting)
@@ -114,11 +112,38 @@ def build_engine(
         tracer,
         grammars=make_grammar_store(description, limits.max_rows) if group.rank == 0 else None,
         accelerator=accelerator,
-        decode_sizes=decode,
-        mixed_sizes=mixed,
-        make_proposer=_make_proposer(config.speculation, draft_model, device, group),
+        decode_sizes=graphs.decode,
+        step_shapes=graphs.steps,
+        make_proposer=_make_proposer(config.speculation, draft_model, device, group, accelerator, graphs.draft_model),
         group=group,
         worker_id=config.worker_id,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Graphs:
+    """The graphs to capture."""
+
+    decode: tuple[int, ...] = ()
+    """Row counts of decode steps."""
+    steps: tuple[Shape, ...] = ()
+    """Shapes of steps with chunks or drafts."""
+    draft_model: tuple[Shape, ...] = ()
+    """Shapes of the draft model's passes."""
+
+    @property
+    def count(self) -> int:
+        """Number of graphs."""
+        return len(self.decode) + len(self.steps) + len(self.draft_model)
+
+
+def _graphs(limits: Limits, most: int, model: Model, draft_model: Model | None) -> _Graphs:
+    """Return the graphs for steps of up to `most` tokens."""
+    for_drafts = draft_shapes(most, limits)
+    return _Graphs(
+        decode=buckets(limits.max_rows),
+        steps=chunk_shapes(most, limits.max_rows) + for_drafts if model.capturable else (),
+        draft_model=pass_shapes(for_drafts) if draft_model is not None and draft_model.capturable else (),
     )
 
 
@@ -200,14 +225,26 @@ def _load_draft_model(
 
 
 def _make_proposer(
-    speculation: str, draft_model: Model | None, device: torch.device, group: Group
+    speculation: str,
+    draft_model: Model | None,
+    device: torch.device,
+    group: Group,
+    accelerator: Accelerator | None,
+    shapes: tuple[Shape, ...],
 ) -> Callable[[RowTable, Sequence[KVCache]], Proposer] | None:
     if speculation != "draft":
         return NgramProposer if speculation == "ngram" else None
 
     def make(table: RowTable, caches: Sequence[KVCache]) -> Proposer:
-        proposer = None if draft_model is None else DraftModelProposer(table, draft_model, caches, device)
-        return GroupProposer(group, proposer) if proposer is None or group.size > 1 else proposer
+        if draft_model is None:
+            return GroupProposer(group, None)
+        graphs = None
+        if accelerator is not None and shapes:
+            graphs = StepGraphs(accelerator.capture, device, table.limits, draft_model, caches, shapes)
+            if not captured("passes of the draft model", graphs.capture):
+                graphs = None
+        proposer = DraftModelProposer(table, draft_model, caches, device, graphs)
+        return GroupProposer(group, proposer) if group.size > 1 else proposer
 
     return make
 
@@ -232,18 +269,19 @@ def _memory_for_kv(
     limits: Limits,
     dtype: torch.dtype,
     device: torch.device,
-    decode: tuple[int, ...],
-    mixed: tuple[int, ...],
+    graphs: _Graphs,
 ) -> int:
-    """Return the bytes for KV; `decode` and `mixed` are the sizes of the graphs."""
+    """Return the bytes for KV if these graphs are captured."""
     if device.type == "cpu":
         num_states = limits.max_rows + limits.num_checkpoints
         return parse_bytes(config.kv_cache_memory) - num_states * limits.state_bytes
-    captured = dataclasses.replace(limits, max_tokens_per_step=max((1, *decode, *mixed)))
+    num_tokens = max((1, *graphs.decode, *(shape.num_tokens for shape in graphs.steps)))
+    num_logits = max((1, *graphs.decode, *(shape.num_logits for shape in graphs.steps)))
+    largest = dataclasses.replace(limits, max_tokens_per_step=num_tokens)
     return cuda_memory_for_kv(
         device,
         config.gpu_memory_utilization,
         lambda: run_largest_step(model, limits, dtype, device),
-        (lambda: run_captured_step(model, captured, dtype, device)) if decode else None,
-        len(decode) + len(mixed),
+        (lambda: run_captured_step(model, largest, num_logits, dtype, device)) if graphs.count else None,
+        graphs.count,
     )

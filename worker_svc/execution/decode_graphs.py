@@ -5,13 +5,13 @@ every row decodes is therefore captured once per *bucket* (a number of lanes to 
 enqueued with one call. A graph reads its inputs from tensors at fixed addresses (`DecodeLanes`). The graph's first
 kernel computes these inputs on the device, so a graph can be used for every step of its bucket.
 
-For steps with more rows than the largest bucket, the kernels are launched one by one. `mixed_graphs` handles steps with
-prefill chunks. All graphs share one memory pool. The sampler is not captured, because its work depends on the step's
-rows.
+For steps with more rows than the largest bucket, the kernels are launched one by one. `step_graphs` handles steps with
+prompt chunks or drafts. All graphs share one memory pool. The sampler is not captured, because its work depends on the
+step's rows.
 
 A `transformers` decoder may contain operations that a capture does not allow, such as reading a value back to the host.
 It may also capture a value that changes between steps. A trial after the capture therefore compares the smallest graph
-with the model itself.
+with the model itself. Graphs with collectives between ranks get this trial, too.
 """
 
 from collections.abc import Sequence
@@ -22,10 +22,11 @@ import torch
 
 from kernels.decode_inputs import DecodeInputs, prepare_decode
 from shared.logging import get_logger
-from worker_svc.device.accelerator import Accelerator, Graph
+from worker_svc.device.accelerator import Capture, Graph
 from worker_svc.device.state import DeviceState
 from worker_svc.interface.arrays import IntArray
 from worker_svc.model.base import AttentionInputs, KVCache, Model
+from worker_svc.ranks.group import Group
 from worker_svc.rows.table import RowTable
 
 _MOST_LANES = 512
@@ -149,8 +150,11 @@ class DecodeLanes:
 class DecodeGraphs:
     """Captured graphs, one per bucket."""
 
-    def __init__(self, accelerator: Accelerator, lanes: DecodeLanes, model: Model, caches: Sequence[KVCache]) -> None:
-        self._accelerator = accelerator
+    def __init__(
+        self, capture: Capture, lanes: DecodeLanes, model: Model, caches: Sequence[KVCache], group: Group
+    ) -> None:
+        self._capture = capture
+        self._group = group
         self._lanes = lanes
         self._model = model
         self._caches = caches
@@ -162,8 +166,8 @@ class DecodeGraphs:
         Raises: RuntimeError: the device refuses a capture, or the graph computes different logits than the model.
         """
         for bucket in reversed(self._lanes.sizes):
-            self._graphs[bucket] = self._accelerator.capture(partial(self._compute, bucket))
-        if not self._model.capturable:
+            self._graphs[bucket] = self._capture(partial(self._compute, bucket))
+        if not self._model.capturable or self._group.size > 1:
             self._try()
         get_logger().info("decode graphs captured", buckets=list(self._lanes.sizes))
 
@@ -183,14 +187,18 @@ class DecodeGraphs:
         This writes row 0's KV into block 0, which no row reads before it has written its own KV.
         """
         bucket = self._lanes.sizes[0]
-        for token in range(1, _TRIAL_TOKENS + 1):
+        wrong = 0
+        for token in range(1, _TRIAL_TOKENS + 1):  # All of them, because the other ranks compute them, too.
             self._lanes.pretend(token)
             expected = self._compute(bucket).clone()
             self._lanes.pretend(token)
             difference = (self.forward(bucket, 1) - expected[:1]).abs().max()
             self._lanes.forget()
             if not difference <= _TRIAL_TOLERANCE * expected[:1].abs().max():
-                raise RuntimeError(f"the graph computes different logits than the model (token {token})")
+                wrong = wrong or token
+        if not self._group.agrees(not wrong):
+            reason = f"token {wrong}" if wrong else "on another rank"
+            raise RuntimeError(f"the graph computes different logits than the model ({reason})")
 
     def _compute(self, bucket: int) -> torch.Tensor:
         inputs = self._lanes.compute_inputs(bucket)

@@ -30,7 +30,6 @@ from worker_svc.execution.executor import (
     StepOutput,
     make_executor,
 )
-from worker_svc.execution.mixed_graphs import MixedGraphs
 from worker_svc.execution.sampler import NOT_FINITE, NOT_REACHED, NOTHING_ALLOWED, Sampler
 from worker_svc.execution.split_logits import SplitLogits
 from worker_svc.execution.tracing import Tracing
@@ -42,9 +41,11 @@ from worker_svc.memory.block_copies import make_copies
 from worker_svc.memory.swap import Copies, HostPool
 from worker_svc.model.base import KVCache, Model
 from worker_svc.model.recurrent import StateSave
+from worker_svc.model.step_graphs import Shape, StepGraphs, captured
 from worker_svc.outputs import pooling
 from worker_svc.outputs.grammars import GrammarStore
 from worker_svc.outputs.scores import PromptPart, Wanted, sections
+from worker_svc.ranks.capture import capture_together
 from worker_svc.ranks.group import Group
 from worker_svc.rows.retained import Retained
 from worker_svc.rows.table import RowTable
@@ -94,7 +95,7 @@ class Engine:
         *,
         accelerator: Accelerator | None = None,
         decode_sizes: Sequence[int] = (),
-        mixed_sizes: Sequence[int] = (),
+        step_shapes: Sequence[Shape] = (),
         grammars: GrammarStore | None = None,
         make_proposer: Callable[[RowTable, Sequence[KVCache]], Proposer] | None = None,
         group: Group | None = None,
@@ -111,7 +112,7 @@ class Engine:
             accelerator: the accelerator for `device`; None on a CPU.
             grammars: the compiled grammars; None if grammars are not supported.
             decode_sizes: row counts for which decode steps are captured, ascending; none without an accelerator.
-            mixed_sizes: numbers of tokens to capture steps with chunks for, ascending; none without an accelerator.
+            step_shapes: shapes of the graphs for steps with chunks or drafts; none without an accelerator.
             make_proposer: creates the source of drafts from the rows and the draft model's `caches`, whose blocks are
                 copied and swapped like those of `model`; None if the worker does not speculate.
             group: the ranks that share the model; None if this process has the whole model.
@@ -132,19 +133,21 @@ class Engine:
         self.grammars = grammars
         """The compiled grammars; None if grammars are not supported."""
         self._decode_graphs: DecodeGraphs | None = None
-        self._mixed_graphs: MixedGraphs | None = None
+        self._step_graphs: StepGraphs | None = None
         lanes = None
         if accelerator is not None and state is not None and decode_sizes:
+            ranks = group or Group()
+            capture = capture_together(ranks, accelerator.capture)
             lanes = DecodeLanes(self._rows, state, decode_sizes)
-            decode_graphs = DecodeGraphs(accelerator, lanes, model, self._caches)
-            if _captured("decode steps", decode_graphs.capture):
+            decode_graphs = DecodeGraphs(capture, lanes, model, self._caches, ranks)
+            if captured("decode steps", decode_graphs.capture):
                 self._decode_graphs = decode_graphs
+                if step_shapes:
+                    step_graphs = StepGraphs(capture, device, limits, model, self._caches, step_shapes)
+                    if captured("steps with chunks or drafts", step_graphs.capture):
+                        self._step_graphs = step_graphs
             else:
                 lanes = None
-        if accelerator is not None and self._decode_graphs is not None and mixed_sizes:
-            mixed_graphs = MixedGraphs(accelerator, limits, model, self._caches, mixed_sizes)
-            if _captured("steps with chunks", mixed_graphs.capture):
-                self._mixed_graphs = mixed_graphs
         self._proposer = None if make_proposer is None else make_proposer(self._rows, caches[len(model.kv_shapes) :])
         self._batches = BatchBuilder(self._rows, device, lanes)
         split = SplitLogits(group, limits.vocab_size) if group is not None and group.size > 1 else None
@@ -410,31 +413,21 @@ class Engine:
     def _forward(self, batch: StepBatch) -> Computed:
         if batch.bucket and self._decode_graphs is not None:
             return Computed(self._decode_graphs.forward(batch.bucket, len(batch.rows)))
-        if self._mixed_graphs is not None and (logits := self._mixed_graphs.forward(batch)) is not None:
-            return Computed(logits)
-        model, inputs = self._model, (batch.input_ids, batch.positions, batch.attention, self._caches)
+        inputs = (batch.input_ids, batch.positions, batch.attention)
+        if self._step_graphs is not None and not batch.prompt_parts and not batch.pooled_parts:
+            logits = self._step_graphs.forward(*inputs, batch.logits_index)
+            if logits is not None:
+                return Computed(logits)
+        model = self._model
         if batch.hidden_index is None or batch.logits_index is None:
-            return Computed(model.forward(*inputs, batch.logits_index))
-        return Computed(*model.forward_hidden(*inputs, batch.logits_index, batch.hidden_index))
+            return Computed(model.forward(*inputs, self._caches, batch.logits_index))
+        return Computed(*model.forward_hidden(*inputs, self._caches, batch.logits_index, batch.hidden_index))
 
     def _sample(self, computed: Computed, batch: StepBatch) -> Sampled:
         sampled = self._sampler.sample(computed.logits, batch)
         if computed.hidden is None:
             return sampled
         return replace(sampled, embeddings=self._rows.pooling.pool(computed.hidden, batch.pooled_parts))
-
-
-def _captured(steps: str, capture: Callable[[], None]) -> bool:
-    """Capture graphs and return whether this succeeded; log the reason for a failure."""
-    try:
-        with torch.inference_mode():
-            capture()
-    except (
-        Exception
-    ) as error:  # The device, a library or the model may refuse the capture. Such steps then run without graphs.
-        get_logger().warning(f"{steps} are not captured as graphs", reason=f"{type(error).__name__}: {error}")
-        return False
-    return True
 
 
 def _not_finite(row: int, generation: int, reason: str) -> RowFailure:

@@ -69,14 +69,14 @@ def run_largest_step(model: Model, limits: Limits, dtype: torch.dtype, device: t
 
 
 @torch.inference_mode()
-def run_captured_step(model: Model, limits: Limits, dtype: torch.dtype, device: torch.device) -> int:
-    """Run the captured part of the largest step: the forward pass, with logits for the sampling rows.
+def run_captured_step(model: Model, limits: Limits, num_logits: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Run the captured part of the largest step: the forward pass, with `num_logits` logits.
 
     Returns:
         The bytes of KV that were allocated for the step.
     """
     caches, attention, positions = _longest_sequences(model, limits, dtype, device)
-    sampling = torch.arange(min(limits.max_rows, limits.max_tokens_per_step), device=device)
+    sampling = torch.arange(num_logits, device=device)
     model.forward(torch.zeros_like(positions), positions, attention, caches, sampling)
     return _num_bytes(caches)
 

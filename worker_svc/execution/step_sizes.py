@@ -78,7 +78,7 @@ def default_tokens(gpu: Gpu | None, num_weights: int, max_rows: int) -> int:
 
     Args:
         gpu: the GPU; None for a CPU.
-        num_weights: weights in the matrix products of a token, without the head; 0 for unknown.
+        num_weights: a rank's weights in the matrix products of a token, without the head; 0 for unknown.
         max_rows: the limit of running requests.
     """
     if gpu is None:
@@ -88,8 +88,8 @@ def default_tokens(gpu: Gpu | None, num_weights: int, max_rows: int) -> int:
     return max(min(_MOST_TOKENS, max(_TOKENS["cuda"], fitting)), 2 * max_rows)
 
 
-def largest_captured(gpu: Gpu | None, num_weights: int, num_layers: int, max_tokens: int) -> int:
-    """Return the number of tokens up to which a step with chunks is captured as a graph.
+def largest_captured(gpu: Gpu | None, num_weights: int, num_layers: int) -> int:
+    """Return the number of tokens up to which a step with chunks or drafts is captured as a graph.
 
     For a larger step, the host can launch the kernels faster than the device computes them. A graph would then save no
     time but would add padding.
@@ -98,13 +98,11 @@ def largest_captured(gpu: Gpu | None, num_weights: int, num_layers: int, max_tok
         gpu: the GPU; None for a stand-in on a CPU.
         num_weights: as in `default_tokens`.
         num_layers: number of layers.
-        max_tokens: the limit of tokens per step.
     """
     break_even = _LEAST_CAPTURED
     if gpu is not None and num_weights:
         break_even = int(_LAUNCHES_S * num_layers * gpu.flop_per_s / (2 * num_weights))
-    rounded = -(-max(_LEAST_CAPTURED, min(break_even, _MOST_CAPTURED)) // 64) * 64
-    return min(rounded, max_tokens)
+    return -(-max(_LEAST_CAPTURED, min(break_even, _MOST_CAPTURED)) // 64) * 64
 
 
 def _power_of_2(most: float) -> int:

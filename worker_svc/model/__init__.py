@@ -3,6 +3,7 @@
 * `decoder_config`: the fields of config.json that own code reads
 * `config`: properties of any model, from its config.json
 * `base`: the interface between a model and the rest of the worker
+* `step_graphs`: steps with prompt chunks or drafts as captured CUDA graphs
 * `registry`: chooses between the two implementations below
 * `families`: the model families of `llama`
 * `config_reader`: reads config.json of these families without `transformers`

@@ -7,6 +7,7 @@ call the same collectives in the same order. If a rank is lost, the other ranks 
 
 * `shard` – the part of a rank.
 * `group` – collectives over gloo and NCCL, and how the ranks find each other.
+* `capture` – graphs that all ranks capture, or none.
 * `gpu_locks` – the order of workers that start on the same GPUs.
 * `commands` – commands from rank 0 to its followers.
 """

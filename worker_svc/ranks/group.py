@@ -136,6 +136,11 @@ class Group:
         dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._processes)
         return tuple(tensor.tolist())
 
+    def agrees(self, own: bool) -> bool:
+        """Return whether `own` is true on all ranks."""
+        (all_agree,) = self.least((int(own),))
+        return bool(all_agree)
+
 
 def join(place: Place, device: torch.device) -> Group:
     """Wait until all ranks have started, and return their group.

@@ -30,6 +30,7 @@ from worker_svc.interface.arrays import IntArray
 from worker_svc.interface.plan import Plan
 from worker_svc.model.base import AttentionInputs, KVCache, Model
 from worker_svc.model.loader import ModelDescription, load_model
+from worker_svc.model.step_graphs import StepGraphs
 from worker_svc.rows.table import RowTable
 
 _MOST_BEHIND = 256
@@ -99,12 +100,28 @@ class _Row:
 class DraftModelProposer:
     """Proposer with a draft model."""
 
-    def __init__(self, table: RowTable, model: Model, caches: Sequence[KVCache], device: torch.device) -> None:
-        """Create a proposer; `caches` are the KV blocks of the layers of `model`."""
+    def __init__(
+        self,
+        table: RowTable,
+        model: Model,
+        caches: Sequence[KVCache],
+        device: torch.device,
+        graphs: StepGraphs | None = None,
+    ) -> None:
+        """Create a proposer.
+
+        Args:
+            table: the rows.
+            model: the draft model.
+            caches: the KV blocks of the layers of `model`.
+            device: the device of `model`.
+            graphs: the captured passes of `model`; None: no pass is captured.
+        """
         self._table = table
         self._model = model
         self._caches = caches
         self._device = device
+        self._graphs = graphs
         self._rows: dict[int, _Row] = {}
         self._in_block = np.zeros(table.limits.num_blocks, np.int64)
         """`[num_blocks]`: tokens at the beginning of each block whose KV the draft model has computed."""
@@ -239,7 +256,7 @@ class DraftModelProposer:
         """Compute `lengths[i]` tokens of each row from position `starts[i]` on.
 
         Returns:
-            The logits of each row's last token, `[len(rows), vocab_size]`.
+            The logits of each row's last token, `[len(rows), vocab_size]`, valid until the next call.
         """
         table, block_size = self._table, self._table.limits.block_size
         table.publish()
@@ -253,20 +270,19 @@ class DraftModelProposer:
         sizes = [len(positions), len(slots), len(rows), len(rows)]
         positions_, slots_, rows_, last = torch.split(wide, sizes)
         num_blocks = -(-int(ends.max()) // block_size)
-        return self._model.forward(
-            ids.to(torch.int64),
-            positions_,
-            AttentionInputs(
-                slot_mapping=slots_,
-                block_tables=table.tables[0].device_tables[:, :num_blocks].index_select(0, rows_),
-                query_start=narrow[: len(query_start)],
-                context_lens=narrow[len(query_start) :],
-                max_query_len=int(lengths.max()),
-                min_query_len=int(lengths.min()),
-            ),
-            self._caches,
-            last,
+        attention = AttentionInputs(
+            slot_mapping=slots_,
+            block_tables=table.tables[0].device_tables[:, :num_blocks].index_select(0, rows_),
+            query_start=narrow[: len(query_start)],
+            context_lens=narrow[len(query_start) :],
+            max_query_len=int(lengths.max()),
+            min_query_len=int(lengths.min()),
         )
+        ids = ids.to(torch.int64)
+        logits = None if self._graphs is None else self._graphs.forward(ids, positions_, attention, last)
+        if logits is None:
+            return self._model.forward(ids, positions_, attention, self._caches, last)
+        return logits
 
     def _sample(self, logits: torch.Tensor, rows: IntArray, positions: IntArray) -> torch.Tensor:
         """Sample a draft for each row at `positions`, `[len(rows)] int64`."""

@@ -152,13 +152,14 @@ def test_tokens_are_the_oracles(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("compiled")
-def test_drafts_are_verified_without_reading_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("graphs", [True, False])
+def test_drafts_are_verified_without_reading_back(graphs: bool, tmp_path: Path) -> None:
     """Steps with right and wrong drafts give the oracle's tokens, and wait only for the tokens of the step before."""
     folder = make_checkpoint("LlamaForCausalLM", tmp_path)
     oracle, prompts = Oracle(folder), [list(range(10, 20)), [7, 8, 9]]
     engine = make_engine(
         folder, accelerator=FakeAccelerator(), block_size=8, max_num_seqs=2, max_num_batched_tokens=32,
-        speculation="ngram", speculative_tokens=3, cuda_graphs=False,
+        speculation="ngram", speculative_tokens=3, cuda_graphs=graphs,
     )  # fmt: skip
     guess(engine, [prompt + oracle.generate(prompt, 40) for prompt in prompts], seed=2)
     driver = Driver(engine)

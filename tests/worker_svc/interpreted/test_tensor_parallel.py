@@ -18,7 +18,10 @@ PROMPT = [7, 8, 9, 10]
 
 
 def test_two_plans_in_flight_on_two_ranks(tmp_path: Path) -> None:
-    """Rows with and without filters get the same tokens as in one process; followers repeat rank 0's order."""
+    """Rows with and without filters get the same tokens as in one process; followers repeat rank 0's order.
+
+    Every step is a graph, with its collectives.
+    """
     folder = make_checkpoint("Qwen3ForCausalLM", tmp_path)
     settings: dict[str, Any] = {"block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64}
 
@@ -32,8 +35,12 @@ def test_two_plans_in_flight_on_two_ranks(tmp_path: Path) -> None:
         alone.step()
     with ranks(2, one_machine=False) as pair, pair.driver(folder, accelerated=True, **settings) as driver:
         begin(driver)
+        device = driver.engine._accelerator
+        assert isinstance(device, FakeAccelerator)
+        device.log.clear()
         in_two_flights(driver)
 
+    assert len([entry for entry in device.log if entry.startswith("replay")]) == 4
     for row in range(len(SAMPLINGS)):
         assert driver.rows[row].tokens == alone.rows[row].tokens
 

@@ -1,8 +1,9 @@
-"""Steps with chunks as captured graphs, on a simulated device: the same tokens as without, and one call per step."""
+"""Steps with chunks or drafts as captured graphs, on a simulated device: the tokens without, and one call per step."""
 
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from checks.driver import GREEDY, Driver, make_engine
 from measure.testbed.checkpoints import VOCAB_SIZE, make_checkpoint
 from protos.quire.plan.v1 import plan_pb2
 from tests.worker_svc.fake_accelerator import FakeAccelerator
+from tests.worker_svc.test_speculation import guess
 from worker_svc.device.accelerator import Graph
-from worker_svc.execution.mixed_graphs import mixed_sizes
+from worker_svc.interface.limits import Limits
+from worker_svc.model.step_graphs import draft_shapes, mixed_sizes
 
 SAMPLED = plan_pb2.SamplingParams(temperature=1.0, top_p=0.9, seed=1 << 60)
 NO_ENTRIES: list[str] = []
@@ -91,6 +94,46 @@ def test_steps_that_no_graph_computes_run_without(checkpoint: Path) -> None:
         assert replays(device) == NO_ENTRIES
 
 
+@pytest.mark.parametrize(("tokens", "replayed"), [(0, NO_ENTRIES), (320, ["replay 8"])])
+def test_the_largest_captured_step_can_be_set(checkpoint: Path, tokens: int, replayed: list[str]) -> None:
+    """`cuda_graph_tokens` captures larger steps than the default, which is 256 on this device."""
+    device = FakeAccelerator()
+    driver = Driver(make_engine(checkpoint, accelerator=device, max_num_seqs=8, cuda_graph_tokens=tokens))
+    replays(device)
+
+    driver.chunk(driver.admit(list(range(300))), 300)
+    driver.step()
+
+    assert replays(device) == replayed
+
+
+def test_a_step_with_drafts_is_one_replay(checkpoint: Path) -> None:
+    """Steps with right and wrong drafts, with and without a chunk, are one call each, and give the tokens without."""
+    plain = Driver(make_engine(checkpoint, dtype="float32"))
+    prompts = [[5, 6, 7], [8, 9], [10] * 9]
+    answers = [prompt + plain.generate(prompt, 60) for prompt in prompts]
+    device = FakeAccelerator()
+    settings: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 4, "speculation": "ngram", "speculative_tokens": 3}
+    engine = make_engine(checkpoint, accelerator=device, **settings)
+    guess(engine, answers, seed=1)
+    driver = Driver(engine)
+    replays(device)
+    steps = 0
+    for row, prompt in enumerate(prompts):
+        driver.admit(prompt)
+        driver.chunk(row, len(prompt))
+        driver.speculate(row, 3)
+        for _ in range(4):
+            driver.step()
+            steps += 1
+
+    assert len(replays(device)) == steps
+    assert 0 < driver.num_accepted < driver.num_drafted
+    for row, answer in enumerate(answers):
+        tokens = driver.rows[row].tokens
+        assert tokens == answer[: len(tokens)]
+
+
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Gemma2ForCausalLM"])
 def test_a_device_that_refuses_captures_serves_without(architecture: str, tmp_path: Path) -> None:
     """The tokens are the same, and the worker starts."""
@@ -146,3 +189,26 @@ def test_sizes_pad_little(most: int) -> None:
         assert smaller < larger <= max(2 * smaller, smaller + 128)
         assert larger - smaller <= (64 if larger <= 512 else 128)
     assert mixed_sizes(0) == ()
+
+
+@given(st.integers(1, 300), st.integers(1, 64), st.integers(1, 4096), st.data())
+def test_a_step_with_drafts_has_a_graph(max_rows: int, most_drafts: int, most: int, data: st.DataObject) -> None:
+    """Every batch of rows with and without drafts, up to the largest step, fits a shape of at most twice its size."""
+    limits = Limits(
+        max_rows=max_rows, max_tokens_per_step=most, max_model_len=64, block_size=16, num_blocks=1, vocab_size=10,
+        max_draft_tokens=most_drafts,
+    )  # fmt: skip
+    shapes = draft_shapes(most, limits)
+    num_rows = data.draw(st.integers(1, max_rows))
+    lengths = [1 + data.draw(st.integers(0, most_drafts)) for _ in range(min(num_rows, 8))]
+    tokens, several = sum(lengths), sum(length > 1 for length in lengths)
+    if tokens <= most:
+        fitting = [
+            shape.num_tokens
+            for shape in shapes
+            if shape.num_tokens >= tokens
+            and shape.num_rows >= len(lengths)
+            and shape.num_several >= several
+            and shape.num_logits >= tokens
+        ]
+        assert min(fitting) <= max(8, 2 * tokens)
