@@ -52,7 +52,7 @@ def configure(parser: OneLineParser) -> None:
     )
     add("--costs", default="8b-h100", metavar="NAME|FILE", help="step costs: 8b-h100, 70b-4xh100 or a JSON file")
     add("--kv-tokens", type=int, metavar="N", help="tokens of the KV cache (default: those of --costs; agents 131072)")
-    add("--host-tokens", type=int, default=0, metavar="N", help="tokens in Quire's host memory (default: 0)")
+    add("--host-tokens", type=int, default=0, metavar="N", help="tokens in host memory (default: 0)")
     add("--seed", type=int, default=1, metavar="N", help="first seed (default: 1)")
     add("--seeds", type=int, default=1, metavar="N", help="number of seeds (default: 1)")
     add("--vllm-python", type=Path, metavar="PATH", help="Python with vLLM (default: that of make arena-vllm)")

@@ -50,7 +50,7 @@ class Costs:
     kv_tokens: int
     """Tokens that the KV cache holds."""
     host_tokens: int = 0
-    """Tokens whose KV fits into host memory; only Quire uses it."""
+    """Tokens whose KV fits into host memory."""
     max_model_len: int = 131_072
     block_size: int = 16
     max_num_seqs: int = 256

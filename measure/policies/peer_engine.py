@@ -98,6 +98,8 @@ class PeerEngine(Engine):
         self._num_in_flight = [0] * num_workers
         self._may_plan: dict[int, None] = {}
         """Workers whose scheduler may have work, in the order in which they began to wait."""
+        self._due_at: dict[int, float] = {}
+        """Times from which other workers may have work, because a copy ends."""
         self._num_steps = 0
         self._news = News()
 
@@ -108,26 +110,30 @@ class PeerEngine(Engine):
         self._may_plan[worker] = None
 
     def due(self, now: float) -> Sequence[int]:
+        self._may_plan |= dict.fromkeys(worker for worker, at in self._due_at.items() if at <= now)
         return [worker for worker in self._may_plan if self._num_in_flight[worker] < self._in_flight_limit]
 
     def next_due(self, now: float) -> float | None:
-        return None
+        return min(self._due_at.values(), default=None)
 
     def next_step(self, worker: int, now: float) -> Step | None:
         if self._num_in_flight[worker] >= self._in_flight_limit:
             return None
+        self._due_at.pop(worker, None)
         jobs, self._arrived[worker] = self._arrived[worker], []
         answer = self._ask(op="next", worker=worker, now=now, jobs=jobs)
         self.cpu_s = answer["cpu_s"]
         if answer["work"] is None:
             del self._may_plan[worker]
+            if answer["due"] is not None and not self._num_in_flight[worker]:
+                self._due_at[worker] = answer["due"]
             return None
         self._num_in_flight[worker] += 1
         self._num_steps += 1
         return Step(worker=worker, number=self._num_steps, work=Work(*answer["work"]))
 
     def complete(self, step: Step, now: float, idle_s: float) -> None:
-        answer = self._ask(op="done", worker=step.worker)
+        answer = self._ask(op="done", worker=step.worker, now=now)
         self.cpu_s = answer["cpu_s"]
         self._num_in_flight[step.worker] -= 1
         self._may_plan[step.worker] = None

@@ -1,6 +1,10 @@
 """vLLM's own V1 scheduler and KV cache manager, without its engine, a model or a GPU. Pinned to vLLM 0.32.0.
 
 With two steps in flight it is vLLM's `AsyncScheduler`, as with `--async-scheduling`.
+
+With host memory, it uses vLLM's `SimpleCPUOffloadConnector`, whose worker side is simulated. Copies in one direction
+follow one another and do not slow down steps, as on a separate stream of a GPU. Copies to the device begin with their
+step, and copies to the host when it ends. The next result reports the copies that have ended, as in vLLM.
 """
 
 import json
@@ -25,13 +29,14 @@ stand_in(
 
 import torch  # noqa: E402
 from vllm import __version__  # noqa: E402
-from vllm.config import CacheConfig, ObservabilityConfig, ParallelConfig, SchedulerConfig  # noqa: E402
+from vllm.config import CacheConfig, KVTransferConfig, ObservabilityConfig, ParallelConfig, SchedulerConfig  # noqa: E402
 from vllm.sampling_params import SamplingParams  # noqa: E402
 from vllm.utils.hashing import sha256  # noqa: E402
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash  # noqa: E402
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec  # noqa: E402
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput  # noqa: E402
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor  # noqa: E402
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput  # noqa: E402
 from vllm.v1.request import Request  # noqa: E402
+from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadWorkerMetadata  # noqa: E402
 
 _TOKENS = 1 << 30
 
@@ -75,19 +80,64 @@ class _Peer:
         its = self._workers[worker]
         for job in jobs:
             its.add(*job, now)
-        return {"work": its.next(), "cpu_s": self._cpu_s()}
+        work = its.next(now)
+        return {"work": work, "due": its.next_due() if work is None else None, "cpu_s": self._cpu_s()}
 
-    def done(self, worker: int) -> dict[str, Any]:
+    def done(self, worker: int, now: float) -> dict[str, Any]:
         """Apply the results of a worker's oldest step."""
-        tokens, ended = self._workers[worker].done()
+        tokens, ended = self._workers[worker].done(now)
         return {"tokens": tokens, "ended": ended, "cpu_s": self._cpu_s()}
 
     def _cpu_s(self) -> float:
         return sum(worker.cpu_s for worker in self._workers)
 
 
+class _Copies:
+    """Copies between device and host in progress, by vLLM's numbers for the copies of one step."""
+
+    def __init__(self, block_s: float) -> None:
+        self._block_s = block_s
+        self._free_at = {True: 0.0, False: 0.0}
+        """Times when the copies to the device (True) and to the host (False) that are in progress end."""
+        self._loads: list[tuple[float, list[str]]] = []
+        """Ends of copies to the device, each with its requests."""
+        self._stores: list[tuple[float, int]] = []
+
+    def load(self, meta: Any, now: float) -> None:
+        """Begin the copies to the device of a step."""
+        if meta is not None and meta.load_event >= 0:
+            requests = meta.load_event_to_reqs[meta.load_event]
+            self._loads.append((self._end(len(meta.load_gpu_blocks), now, is_load=True), requests))
+
+    def store(self, meta: Any, now: float) -> None:
+        """Begin the copies to the host of a step."""
+        if meta is not None and meta.store_event >= 0:
+            self._stores.append((self._end(len(meta.store_gpu_blocks), now, is_load=False), meta.store_event))
+
+    def _end(self, num_blocks: int, now: float, *, is_load: bool) -> float:
+        self._free_at[is_load] = max(now, self._free_at[is_load]) + num_blocks * self._block_s
+        return self._free_at[is_load]
+
+    def next_due(self) -> float | None:
+        """Return when the next copy to the device ends."""
+        return min((end for end, _ in self._loads), default=None)
+
+    def take_ended(self, now: float) -> KVConnectorOutput | None:
+        """Return and drop the copies that have ended."""
+        requests = {name for end, names in self._loads if end <= now for name in names}
+        stores = {number: 1 for end, number in self._stores if end <= now}
+        self._loads = [each for each in self._loads if each[0] > now]
+        self._stores = [each for each in self._stores if each[0] > now]
+        if not requests and not stores:
+            return None
+        return KVConnectorOutput(
+            finished_recving=requests, kv_connector_worker_meta=SimpleCPUOffloadWorkerMetadata(stores)
+        )
+
+
 class _Worker:
     def __init__(self, costs: dict[str, Any], policy: str, settings: dict[str, Any], in_flight: int) -> None:
+        self._copies = _Copies(costs["block_copy_s"])
         self.scheduler = _scheduler(costs, policy, settings, in_flight)
         self.cpu_s = 0.0
         self._hasher = get_request_block_hasher(costs["block_size"], sha256)
@@ -114,21 +164,27 @@ class _Worker:
         self.scheduler.add_request(request)
         self.cpu_s += time.thread_time() - began
 
-    def next(self) -> list[int] | None:
+    def next(self, now: float) -> list[int] | None:
         """Schedule a step and return its work; None if there is nothing to do."""
         scheduler = self.scheduler
-        # A first step without tokens may only report requests that have ended.
+        # A first step without tokens may only report requests that have ended, or begin copies.
         for _ in range(2):
             if not scheduler.has_requests():
                 return None
             began = time.thread_time()
             out = scheduler.schedule()
+            self._copies.load(out.kv_connector_metadata, now)
             if not out.total_num_scheduled_tokens:
-                scheduler.update_from_output(out, EMPTY_MODEL_RUNNER_OUTPUT)
+                self._copies.store(out.kv_connector_metadata, now)
+                scheduler.update_from_output(out, _result([], [], self._copies.take_ended(now)))
             self.cpu_s += time.thread_time() - began
             if out.total_num_scheduled_tokens:
                 return self._begin(out)
         return None
+
+    def next_due(self) -> float | None:
+        """Return when a request can continue that waits for a copy, if no other event happens."""
+        return self._copies.next_due()
 
     def _begin(self, out: Any) -> list[int]:
         for new in out.scheduled_new_reqs:
@@ -150,22 +206,16 @@ class _Worker:
         self._steps.append((out, list(out.num_scheduled_tokens), samples))
         return [prefill, decodes, context, prefill_context]
 
-    def done(self) -> tuple[list[int], list[list[int]]]:
+    def done(self, now: float) -> tuple[list[int], list[list[int]]]:
         """Apply the results of the oldest step; return the jobs that got a token, and the jobs that ended."""
         out, names, samples = self._steps.popleft()
+        self._copies.store(out.kv_connector_metadata, now)
         before = {name: self._live[name][0].num_output_tokens for name in names if name in self._live}
         sampled = [
             [(self._live[name][1] + before[name]) % _TOKENS] if name in samples and name in before else []
             for name in names
         ]
-        result = ModelRunnerOutput(
-            req_ids=names,
-            req_id_to_index={name: at for at, name in enumerate(names)},
-            sampled_token_ids=sampled,
-            logprobs=None,
-            prompt_logprobs_dict={},
-            pooler_output=[],
-        )
+        result = _result(names, sampled, self._copies.take_ended(now))
         began = time.thread_time()
         self.scheduler.update_from_output(out, result)
         self.cpu_s += time.thread_time() - began
@@ -179,11 +229,29 @@ class _Worker:
         return tokens, ended
 
 
+def _result(names: list[str], sampled: list[list[int]], copies: KVConnectorOutput | None) -> ModelRunnerOutput:
+    return ModelRunnerOutput(
+        req_ids=names,
+        req_id_to_index={name: at for at, name in enumerate(names)},
+        sampled_token_ids=sampled,
+        logprobs=None,
+        prompt_logprobs_dict={},
+        pooler_output=[],
+        kv_connector_output=copies,
+    )
+
+
 def _scheduler(costs: dict[str, Any], policy: str, settings: dict[str, Any], in_flight: int) -> Any:
     """Return a vLLM scheduler that has the configuration fields it reads."""
     block_size, num_blocks = costs["block_size"], costs["num_blocks"] + 1  # vLLM reserves one block for itself.
     layer = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32)
-    kv = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], layer)])
+    # The connector computes the number of host blocks from the size of a device block, here one byte.
+    memory = KVCacheTensor(size=num_blocks, layers=["layer"], layer_stride=0, block_stride=1, offset=0)
+    kv = KVCacheConfig(
+        num_blocks=num_blocks, kv_cache_tensors=[memory], kv_cache_groups=[KVCacheGroupSpec(["layer"], layer)]
+    )
+    host_blocks = costs["host_tokens"] // block_size
+    offload = {"cpu_bytes_to_use": host_blocks, "lazy_offload": settings.pop("lazy_offload", False)}
     scheduling = SchedulerConfig(
         **{
             "max_num_seqs": costs["max_num_seqs"],
@@ -219,7 +287,11 @@ def _scheduler(costs: dict[str, Any], policy: str, settings: dict[str, Any], in_
         model_config=model,
         lora_config=None,
         kv_events_config=None,
-        kv_transfer_config=None,
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="SimpleCPUOffloadConnector", kv_role="kv_both", kv_connector_extra_config=offload
+        )
+        if host_blocks
+        else None,
         ec_transfer_config=None,
         speculative_config=None,
         structured_outputs_config=None,

@@ -65,6 +65,30 @@ def test_vllm_serves_every_job_of_two_workers_with_two_steps_in_flight() -> None
 
 
 @needs_vllm
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_host_memory_brings_evicted_prefixes_back(in_flight: int) -> None:
+    """With vLLM's connector, a prefix that others evicted is copied back; the copy delays only its request."""
+    prompt = Piece(1, 1024)
+    jobs = [
+        _job(0.0, (prompt,), 4, 0),
+        _job(1.0, (Piece(2, 1900),), 4, 1),
+        _job(2.0, (prompt, Piece(3, 16)), 4, 2),
+        _job(2.0, (Piece(4, 16),), 4, 3),
+    ]
+    served = []
+    for host_tokens in (0, 4096):
+        costs = replace(PRESETS["8b-h100"], kv_tokens=2048, host_tokens=host_tokens)
+        served.append(_serve("vllm:fcfs", jobs, Setup(costs=costs, num_workers=1, in_flight=in_flight)))
+    without, with_host = served
+
+    assert without[2].cached < 256
+    assert with_host[2].cached == 1024
+    copy_s = 1024 / 16 * PRESETS["8b-h100"].block_copy_s
+    assert with_host[2].tokens[0] > 2.0 + copy_s / 1024 * (1024 - 256)
+    assert with_host[3].tokens[0] < with_host[2].tokens[0]
+
+
+@needs_vllm
 def test_a_setting_that_vllm_does_not_know_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     """The message names the setting."""
     flags = "--workload vtc --seconds 1 --schedulers vllm:fcfs+max_num_partial_prefills=2"
