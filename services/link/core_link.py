@@ -12,9 +12,13 @@ old number are ignored.
 If a connection is lost, the link reconnects immediately under a new incarnation. The core responds to every report,
 about once per second. After `SILENCE_TIMEOUT_S` without a response, the service is not ready, and the link reconnects
 too. Streams remain open. After `GIVE_UP_S`, they end with an error.
+
+If there are several schedulers, the link says Hello to all of them at the same time. The first core that reports its
+state is chosen, and the link closes the other connections.
 """
 
 import asyncio
+import functools
 import itertools
 import sys
 import time
@@ -23,6 +27,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
+import zmq
 from google.protobuf.message import DecodeError
 
 from protos.quire.link.v1 import link_pb2
@@ -39,7 +44,7 @@ from shared.frames import LINK_VERSIONS, MAX_SEQUENCE, MAX_VOCABULARY, Malformed
 from shared.ids import draw_error_id
 from shared.logging import LEVELS, get_logger, set_level
 from shared.schedulers import Schedulers
-from shared.sockets import Protect
+from shared.sockets import LINK_HEARTBEAT, Heartbeat, Protect
 
 REPORT_EVERY_S = 1.0
 """Interval of metric reports to the core, seconds."""
@@ -55,6 +60,8 @@ OPERATOR_TIMEOUT_S = 5.0
 """Timeout for the reply to an operator request, s."""
 
 _MAX_STREAM_NUMBER = 0x7FFFFFFF
+_SHORT_HEARTBEAT = Heartbeat(500, 1000)
+"""Heartbeat if there are several schedulers, so that a lost machine is detected before another scheduler leads."""
 
 Families = list[link_pb2.MetricFamily]
 AnswerT = TypeVar("AnswerT")
@@ -87,14 +94,21 @@ class CoreLink:
         self._on_state = on_state
         self._outgoing = Outgoing()
         self._schedulers = Schedulers(address)
-        self._socket = CoreSocket(
-            self._schedulers,
-            frontend_id,
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._new_socket = functools.partial(
+            CoreSocket,
+            self._context,
+            frontend_id=frontend_id,
             take=self._outgoing.take,
             on_message=self._take_message,
             on_disconnected=self._disconnected,
+            heartbeat=_SHORT_HEARTBEAT if self._schedulers.are_several else LINK_HEARTBEAT,
             protect=protect,
         )
+        self._sockets: tuple[CoreSocket, ...] = ()
+        """A socket for each scheduler."""
+        self._chosen: CoreSocket | None = None
+        """The socket of the core that has accepted this front end; None before its first state message."""
         self._streams: dict[int, Stream] = {}
         self._numbers = itertools.cycle(range(1, _MAX_STREAM_NUMBER))
         self._snapshots: dict[int, asyncio.Future[Families]] = {}
@@ -106,8 +120,6 @@ class CoreLink:
         """Incarnation of the core that has accepted this front end."""
         self._in_handshake = False
         """Whether the handshake is in progress. Only hello is sent until it ends."""
-        self._hello_core = 0
-        """Incarnation of the core to whose `unknown` message the current hello responds."""
         self._last_heard = float("-inf")
         self._created_at = self._away_since = self._ticked_at = time.monotonic()
         self._stalls: deque[tuple[float, float]] = deque(maxlen=16)
@@ -162,9 +174,8 @@ class CoreLink:
 
     def start(self) -> None:
         """Connect; the core need not be running yet."""
-        self._socket.start()
-        self._send_hello(0)
-        self._expect_core()
+        self._sockets = tuple(self._new_socket(address=address) for address in self._schedulers.addresses)
+        self._begin_handshake()
         self._ticking = self._loop.create_task(self._tick_forever())
 
     async def close(self) -> None:
@@ -174,14 +185,16 @@ class CoreLink:
             await asyncio.gather(self._ticking, return_exceptions=True)
         if not self._in_handshake:
             self._outgoing.goodbye()
-        self._socket.close()
+        for socket in self._sockets:
+            socket.close()
+        self._context.term()
 
     def submit(self, stream: Stream) -> None:
         """Submit a stream under a new number. If no core is connected, submit it after the next handshake."""
         stream.number = next(number for number in self._numbers if number not in self._streams)
         if not self._in_handshake:
             self._outgoing.submit(stream.submission(time.monotonic()))
-            self._socket.flush_soon()
+            self._flush_soon()
         self._streams[stream.number] = stream
 
     def release(self, stream: Stream, *, keep: bool = False) -> None:
@@ -196,20 +209,20 @@ class CoreLink:
                 self._outgoing.detach(stream.number)
             else:
                 self._outgoing.cancel(stream.number)
-            self._socket.flush_soon()
+            self._flush_soon()
 
     def give_credit(self, stream: Stream) -> None:
         """Return the credit for output that the client has read."""
         due = stream.credit_due()
         if due and not self._in_handshake:
             self._outgoing.credit(stream.number, due)
-            self._socket.flush_delayed()
+            self._flush_delayed()
 
     def report_call(self, report: link_pb2.RequestReport) -> None:
         """Report a finished call to the core, with the next messages; under load, some reports are dropped."""
         if report.stream and not self._in_handshake:
             self._outgoing.report_call(report)
-            self._socket.flush_delayed()
+            self._flush_delayed()
 
     def stalled_s(self, since: float, now: float) -> float:
         """Return how long this process has stalled since a given time."""
@@ -225,7 +238,7 @@ class CoreLink:
         """Ask the core for the spans of an ended stream, below the span with this traceparent."""
         if not self._in_handshake:
             self._outgoing.trace(number, traceparent)
-            self._socket.flush_delayed()
+            self._flush_delayed()
 
     async def snapshot(self, timeout_s: float) -> Families | None:
         """Return the metrics of the whole service, or None on timeout."""
@@ -279,7 +292,7 @@ class CoreLink:
     def _end_order(self, number: int) -> None:
         if not self._in_handshake:
             self._outgoing.end_order(number)
-            self._socket.flush_soon()
+            self._flush_soon()
 
     def end_views(self, reason: str) -> None:
         """End all live views with an error."""
@@ -300,7 +313,7 @@ class CoreLink:
     ) -> AnswerT | None:
         """Send pending messages and wait for the reply to question `number`; return None on timeout."""
         answer = questions[number] = self._loop.create_future()
-        self._socket.flush_soon()
+        self._flush_soon()
         try:
             return await asyncio.wait_for(answer, timeout_s)
         except TimeoutError:
@@ -310,47 +323,64 @@ class CoreLink:
 
     # Sending
 
-    def _send_hello(self, core: int) -> None:
-        self._in_handshake, self._hello_core = True, core
+    def _begin_handshake(self) -> None:
+        """Send Hello to the chosen core, or to all schedulers if none is chosen."""
+        self._in_handshake = True
         self.end_views("watch: the connection to the scheduler was lost; watch again")
         # Messages for the previous incarnation are dropped. Live streams are resubmitted.
-        self._socket.forget_unsent()
         for submission in self._outgoing.submissions:
             stream = self._streams.get(submission.stream)
             if stream is not None:
                 # This submission was never sent, but an earlier one may have been.
                 stream.submitted = submission.accepted
         self._outgoing.clear()
-        self._outgoing.hello(
-            link_pb2.FrontendHello(
-                protocol_version=LINK_VERSIONS.oldest,
-                newest_protocol_version=LINK_VERSIONS.newest,
-                frontend_id=self._frontend_id,
-                incarnation=self._socket.incarnation,
-            )
+        for socket in self._open_sockets:
+            self._send_hello(socket, 0)
+
+    @property
+    def _open_sockets(self) -> tuple[CoreSocket, ...]:
+        return self._sockets if self._chosen is None else (self._chosen,)
+
+    def _send_hello(self, socket: CoreSocket, core: int) -> None:
+        """Send Hello; `core` is the incarnation of the core that does not know this front end, or 0."""
+        socket.hello_core = core
+        hello = link_pb2.FrontendHello(
+            protocol_version=LINK_VERSIONS.oldest,
+            newest_protocol_version=LINK_VERSIONS.newest,
+            frontend_id=self._frontend_id,
+            incarnation=socket.incarnation,
         )
-        self._socket.flush_soon()
+        socket.say_hello(link_pb2.FrontendMessage(hello=hello).SerializeToString())
+
+    def _flush_soon(self) -> None:
+        if self._chosen is not None:
+            self._chosen.flush_soon()
+
+    def _flush_delayed(self) -> None:
+        if self._chosen is not None:
+            self._chosen.flush_delayed()
 
     def _report(self) -> link_pb2.MetricReport:
         return link_pb2.MetricReport(families=self._families())
 
     # Receiving
 
-    def _take_message(self, payload: bytes) -> None:
+    def _take_message(self, socket: CoreSocket, payload: bytes) -> None:
         try:
-            message = link_pb2.CoreMessage.FromString(payload)
-            self._handle(message)
+            self._handle(socket, link_pb2.CoreMessage.FromString(payload))
         except (DecodeError, MalformedColumnError, MalformedFrameError) as error:
             self.malformed_messages += 1
             if self.malformed_messages == 1:
                 get_logger().error("dropped a malformed message from the scheduler core", error=str(error))
 
-    def _handle(self, message: link_pb2.CoreMessage) -> None:
+    def _handle(self, socket: CoreSocket, message: link_pb2.CoreMessage) -> None:
         now = time.monotonic()
-        self._last_heard = now
+        self._last_heard = socket.last_heard = now
         if message.unknown:
-            if not (self._in_handshake and self._hello_core == message.incarnation):
-                self._send_hello(message.incarnation)
+            if not (self._in_handshake and socket.hello_core == message.incarnation):
+                if not self._in_handshake:
+                    self._begin_handshake()
+                self._send_hello(socket, message.incarnation)
                 self._on_state()
             return
         if message.refused:
@@ -360,9 +390,7 @@ class CoreLink:
                 self._on_state()
             return
         if message.HasField("state"):
-            incarnation = self._socket.incarnation
-            self._take_state(message, now)
-            if incarnation != self._socket.incarnation:
+            if not self._take_state(socket, message, now):
                 return
         elif message.incarnation != self._core:
             return  # The message is from an old core, or from a core that has not yet responded to the current Hello.
@@ -414,16 +442,22 @@ class CoreLink:
             if view is not None:
                 view.put(part)
 
-    def _take_state(self, message: link_pb2.CoreMessage, now: float) -> None:
+    def _take_state(self, socket: CoreSocket, message: link_pb2.CoreMessage, now: float) -> bool:
+        """Handle the state of a core; return False if the core was replaced by another one."""
         if not self._schedulers.accepts(message.state.leader_number):
             get_logger().warning("left a scheduler that was replaced", leader_number=message.state.leader_number)
             self._last_heard = float("-inf")
-            self._start_over(self._socket.incarnation)
-            return
+            self._disconnected(socket)
+            return False
         model = message.state.model
         if model.max_model_len > MAX_SEQUENCE or model.vocab_size > MAX_VOCABULARY:
             raise MalformedFrameError("state.model: max_model_len or vocab_size exceeds the limits")
         self._state = message.state
+        if self._chosen is None:
+            self._chosen, socket.is_chosen = socket, True
+            for each in self._sockets:
+                if each is not socket:
+                    each.disconnect()
         # The core accepts this front end again, because it reports its state only to accepted front ends.
         self._refused = ""
         if message.state.log_level in LEVELS:
@@ -445,11 +479,12 @@ class CoreLink:
                 except Exception as error:
                     self._fail(stream, error)
         self._on_state()
+        return True
 
     def _react(self, stream: Stream, received: Received) -> None:
         if received is Received.MATCHED:
             self._outgoing.stop_match(stream.number, stream.keep_tokens)
-            self._socket.flush_soon()
+            self._flush_soon()
             return
         get_logger().error(
             "tokens are missing in a stream; submitting its request again",
@@ -466,7 +501,7 @@ class CoreLink:
         self._outgoing.submit(stream.submission(now))
         if stream.stop_string is not None:
             self._outgoing.stop_match(stream.number, stream.keep_tokens)
-        self._socket.flush_soon()
+        self._flush_soon()
 
     def _fail(self, stream: Stream, error: Exception) -> None:
         """End one stream with an internal error; the others are not affected."""
@@ -487,40 +522,37 @@ class CoreLink:
                 was_ready = self.ready
                 self._on_state()
 
-    def _disconnected(self) -> None:
+    def _disconnected(self, socket: CoreSocket) -> None:
         """Reconnect, at most once per `RECONNECT_EVERY_S`."""
-        wait = self._socket.connected_at + RECONNECT_EVERY_S - time.monotonic()
-        self._loop.call_later(max(0.0, wait), self._start_over, self._socket.incarnation)
+        wait = socket.connected_at + RECONNECT_EVERY_S - time.monotonic()
+        self._loop.call_later(max(0.0, wait), self._start_over, socket, socket.incarnation)
 
-    def _start_over(self, incarnation: int) -> None:
-        """Replace the connection if it still belongs to this incarnation."""
-        if incarnation == self._socket.incarnation and not self._socket.closed:
-            self._schedulers.leave()
-            self._socket.reconnect()
-            self._send_hello(0)
-            self._expect_core()
-
-    def _expect_core(self) -> None:
-        """Try the next address soon if there are several and this one does not respond."""
-        if self._schedulers.are_several:
-            self._loop.call_later(self._schedulers.timeout_s, self._leave_silent, self._socket.incarnation)
-
-    def _leave_silent(self, incarnation: int) -> None:
-        if self._in_handshake and self._last_heard < self._socket.connected_at:
-            self._start_over(incarnation)
+    def _start_over(self, socket: CoreSocket, incarnation: int) -> None:
+        """Replace a connection if it still has this incarnation, and all connections if it is the chosen one."""
+        if incarnation != socket.incarnation or socket.closed:
+            return
+        if socket is self._chosen:
+            self._chosen = None
+            for each in self._sockets:
+                each.reconnect()
+            self._begin_handshake()
+        else:
+            socket.reconnect()
+            self._send_hello(socket, 0)
 
     def _tick(self, now: float) -> None:
         stalls = self._stall_until(now)
         self._stalls += stalls
         self._ticked_at = now
-        # After a stall of this process, unprocessed messages from the core may be waiting.
-        if not stalls and now - max(self._last_heard, self._socket.connected_at) > SILENCE_TIMEOUT_S:
-            self._start_over(self._socket.incarnation)
-        elif self._in_handshake:
-            self._send_hello(self._hello_core)
-        else:
-            self._outgoing.report(self._report())
-            self._socket.flush_soon()
+        for socket in self._open_sockets:
+            # After a stall of this process, unprocessed messages from the core may be waiting.
+            if not stalls and now - max(socket.last_heard, socket.connected_at) > SILENCE_TIMEOUT_S:
+                self._start_over(socket, socket.incarnation)
+            elif self._in_handshake:
+                self._send_hello(socket, socket.hello_core)
+            else:
+                self._outgoing.report(self._report())
+                self._flush_soon()
         if self.connected and not self._in_handshake:
             self._away_since = now
         elif now - self._away_since > GIVE_UP_S:

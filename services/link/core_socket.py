@@ -1,4 +1,4 @@
-"""Socket to the scheduler core: one DEALER on the event loop, with a new incarnation for every connection.
+"""Socket to one address of a scheduler core: a DEALER on the event loop, with a new incarnation for every connection.
 
 grpc.aio handles completions (for example a written message or a new call) once per iteration of the event loop, and
 cancels calls that are not accepted within 30 s. Iterations must therefore be short, so the time for reading from the
@@ -21,8 +21,7 @@ import zmq
 
 from shared.frames import LINK_MAX_MESSAGE
 from shared.ids import draw_incarnation, routing_id
-from shared.schedulers import Schedulers
-from shared.sockets import Protect, connect_dealer
+from shared.sockets import Heartbeat, Protect, connect_dealer
 
 _MAX_READ_S = 0.001
 """Maximum duration of one read pass, seconds."""
@@ -38,32 +37,43 @@ class CoreSocket:
 
     def __init__(
         self,
-        schedulers: Schedulers,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        address: str,
         frontend_id: str,
         *,
         take: Callable[[], list[bytes]],
-        on_message: Callable[[bytes], None],
-        on_disconnected: Callable[[], None],
+        on_message: Callable[["CoreSocket", bytes], None],
+        on_disconnected: Callable[["CoreSocket"], None],
+        heartbeat: Heartbeat,
         protect: Protect,
     ) -> None:
         """Create and connect the socket.
 
         Args:
-            schedulers: ZeroMQ addresses of the schedulers, of which one leads.
+            context: context of the socket.
+            address: ZeroMQ address of a scheduler.
             frontend_id: name of this front end, part of the routing id.
             take: returns the messages to send, oldest first; called again when the last of them has been sent.
             on_message: called with each received message.
             on_disconnected: called when an open connection is lost.
+            heartbeat: heartbeat of the connection.
             protect: sets up encryption of each new socket.
         """
-        self._schedulers = schedulers
+        self.address = address
         self._frontend_id = frontend_id
         self._take = take
         self._on_message = on_message
         self._on_disconnected = on_disconnected
+        self._heartbeat = heartbeat
         self._protect = protect
         self._loop = asyncio.get_running_loop()
-        self._context = zmq.Context()
+        self._context = context
+        self.last_heard = float("-inf")
+        """Time of the newest message on any connection to this address."""
+        self.hello_core = 0
+        """Incarnation of the core to whose `unknown` message the newest Hello responds."""
+        self.is_chosen = False
+        """Whether messages to the core use this socket. Otherwise, only `say_hello` sends."""
         self._unsent: list[bytes] = []
         """Messages that the socket did not accept, oldest first. New messages are requested only after these are sent.
         """
@@ -74,17 +84,11 @@ class CoreSocket:
         """Whether a read is scheduled; events of the descriptor are ignored until then."""
         self._closed = False
         self._connect()
-
-    def start(self) -> None:
-        """Start reading."""
-        self._loop.add_reader(_descriptor(self._socket), self._read_on_edge)
-        self._loop.add_reader(_descriptor(self._monitor), self._read_monitor)
-        # The descriptor reports only changes after the last read.
-        self._read_monitor()
+        self._start()
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """Whether `disconnect` or `close` was called."""
         return self._closed
 
     def reconnect(self) -> None:
@@ -94,14 +98,24 @@ class CoreSocket:
         new connection as a duplicate and ignores it permanently. This happens because heartbeats may be late on a busy
         machine.
         """
-        self._stop_reading()
-        self._socket.close(linger=0)
+        self.disconnect()
+        self._closed = False
         self._connect()
-        self.start()
+        self._start()
 
-    def forget_unsent(self) -> None:
-        """Discard messages that the socket did not accept, because they were for the previous incarnation."""
+    def disconnect(self) -> None:
+        """Close the connection. Messages that the socket did not accept are dropped."""
+        self.is_chosen = False
         self._unsent.clear()
+        if not self._closed:
+            self._closed = True
+            self._stop_reading()
+            self._socket.close(linger=0)
+
+    def say_hello(self, hello: bytes) -> None:
+        """Send a Hello instead of all messages that the socket did not accept."""
+        self._unsent = [hello]
+        self.flush_soon()
 
     def flush_soon(self) -> None:
         """Send pending messages at the end of this turn of the loop."""
@@ -117,25 +131,31 @@ class CoreSocket:
 
     def close(self) -> None:
         """Send pending messages without waiting and close the socket."""
-        self._flush()
-        self._closed = True
-        self._stop_reading()
-        self._socket.close(linger=_CLOSE_LINGER_MS)
-        self._context.term()
+        if not self._closed:
+            self._flush()
+            self._closed = True
+            self._stop_reading()
+            self._socket.close(linger=_CLOSE_LINGER_MS)
 
     def _connect(self) -> None:
-        self.incarnation = draw_incarnation()
+        self.incarnation, self.hello_core = draw_incarnation(), 0
         self.connected_at = time.monotonic()
         self._socket = connect_dealer(
             self._context,
-            self._schedulers.address,
+            self.address,
             identity=routing_id(self._frontend_id, self.incarnation),
             max_message=LINK_MAX_MESSAGE,
             queue_while_away=False,
+            heartbeat=self._heartbeat,
             protect=self._protect,
         )
-
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+
+    def _start(self) -> None:
+        self._loop.add_reader(_descriptor(self._socket), self._read_on_edge)
+        self._loop.add_reader(_descriptor(self._monitor), self._read_monitor)
+        # The descriptor reports only changes after the last read.
+        self._read_monitor()
 
     def _stop_reading(self) -> None:
         self._loop.remove_reader(_descriptor(self._socket))
@@ -149,17 +169,17 @@ class CoreSocket:
         except zmq.Again:
             return
         # One event suffices, because the reconnect creates a new socket with its own monitor.
-        self._on_disconnected()
+        self._on_disconnected(self)
 
     def _flush_after_delay(self) -> None:
         self._delayed_flush_scheduled = False
         self._flush()
 
     def _flush(self) -> None:
+        self._flush_scheduled = False
         if self._closed:
             return
-        self._flush_scheduled = False
-        if not self._unsent:
+        if not self._unsent and self.is_chosen:
             self._unsent = self._take()
         try:
             while self._unsent:
@@ -180,16 +200,16 @@ class CoreSocket:
             self._read_now()
 
     def _read_now(self) -> None:
-        if self._closed:
-            return
         self._read_scheduled = False
         begin = now = time.monotonic()
         try:
-            while now - begin < _MAX_READ_S:
-                self._on_message(self._socket.recv(flags=zmq.DONTWAIT))
+            while not self._closed and now - begin < _MAX_READ_S:
+                self._on_message(self, self._socket.recv(flags=zmq.DONTWAIT))
                 now = time.monotonic()
         except zmq.Again:
             pass
+        if self._closed:
+            return
         if self._unsent and self._option(zmq.EVENTS) & zmq.POLLOUT:
             self.flush_soon()
         self._read_if_due(_READ_PAUSE_FACTOR * (now - begin))

@@ -22,7 +22,6 @@ class Outgoing:
         "_detached",
         "_ended_orders",
         "_goodbye",
-        "_hello",
         "_matches",
         "_operator_requests",
         "_report",
@@ -38,7 +37,6 @@ class Outgoing:
 
     def clear(self) -> None:
         """Discard all events."""
-        self._hello: link_pb2.FrontendHello | None = None
         self._submissions: list[tuple[link_pb2.Submission, int]] = []
         """Submissions with their sizes in bytes."""
         self._cancelled: list[int] = []
@@ -53,10 +51,6 @@ class Outgoing:
         self._operator_requests: list[link_pb2.OperatorRequest] = []
         self._ended_orders: list[int] = []
         self._goodbye = False
-
-    def hello(self, hello: link_pb2.FrontendHello) -> None:
-        """Add the handshake."""
-        self._hello = hello
 
     def goodbye(self) -> None:
         """Mark these messages as the last messages of the connection."""
@@ -123,8 +117,6 @@ class Outgoing:
     def take(self) -> list[bytes]:
         """Return the messages to send, oldest first, and clear the events."""
         packer = Packer(link_pb2.FrontendMessage)
-        if self._hello is not None:
-            packer.messages[0].hello.CopyFrom(self._hello)
         for submission, size in self._submissions:
             packer.message_for(size, "submission").submissions.append(submission)
         for streams in in_parts(self._cancelled, 4):

@@ -265,7 +265,7 @@ def test_an_unsent_submission_is_not_marked_as_accepted(tmp_path: Path) -> None:
                 link.submit(streams[-1])
                 if name == "sent":
                     link._outgoing.take()  # The frame was sent, but the core may not have received it.
-            link._send_hello(0)
+            link._begin_handshake()
             stack.core_or_none = core = TestCore(stack.core.address)
             await core.saw(lambda core: len(core.submissions) == 2)
 
@@ -452,14 +452,14 @@ def test_a_request_that_arrives_between_two_cores_goes_to_the_second(
     """A request that arrives while the scheduler is being replaced is not refused but submitted to the next one."""
 
     async def main() -> None:
-        greeting, greet = asyncio.Event(), core_link.CoreLink._send_hello
+        greeting, greet = asyncio.Event(), core_link.CoreLink._begin_handshake
 
-        def noted(link: core_link.CoreLink, core: int) -> None:
-            greet(link, core)
+        def noted(link: core_link.CoreLink) -> None:
+            greet(link)
             greeting.set()
 
         async with running_stack(tmp_path) as stack:
-            monkeypatch.setattr(core_link.CoreLink, "_send_hello", noted)
+            monkeypatch.setattr(core_link.CoreLink, "_begin_handshake", noted)
             await stack.generate(tokens_request(*PROMPT, max_tokens=1))
             address = stack.core.address
             stack.core.kill()

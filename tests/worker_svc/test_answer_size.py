@@ -4,20 +4,31 @@ import re
 from pathlib import Path
 
 import numpy as np
+import zmq
 
 from protos.quire.plan.v1 import plan_pb2
 from services.streams.logprobs import read_scores
 from shared.columns import Int32Array
-from shared.frames import MAX_LOGPROBS, MAX_PART_BYTES, MAX_STEP_TOKENS, MAX_STEP_VECTOR_BYTES, PLAN_MAX_MESSAGE
+from shared.frames import (
+    MAX_LOGPROBS,
+    MAX_PART_BYTES,
+    MAX_STEP_TOKENS,
+    MAX_STEP_VECTOR_BYTES,
+    PLAN_MAX_MESSAGE,
+    PLAN_VERSIONS,
+)
+from shared.sockets import SendOutcome, bind_router, receive_from, send_to
 from tests.worker_svc.values import LIMITS
 from worker_svc.interface.arrays import NO_IDS, NO_ROWS
 from worker_svc.interface.result import RowEmbedding, Scores, StepResult, StepTimings
 from worker_svc.link.connection import Link
 from worker_svc.link.encoding import encode_result, encode_scores
 from worker_svc.link.identity import Identity
+from worker_svc.link.session import Welcomed
 from worker_svc.outputs.scores import PromptPart, Wanted, sections
 
 LARGEST = (1 << 31) - 1
+WAIT_MS = 20_000
 
 
 def _packed(num_lines: int) -> Int32Array:
@@ -72,8 +83,17 @@ def test_the_largest_answer_fits_into_a_frame() -> None:
 
 def test_an_answer_that_no_frame_takes_ends_the_session_by_name(tmp_path: Path) -> None:
     """It is not sent, so that ZeroMQ does not break the connection without a word; the reason says what is large."""
-    link = Link(f"ipc://{tmp_path}/w", Identity(worker_id="w", limits=LIMITS, model="m"))
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    address = f"ipc://{tmp_path}/w"
+    router = bind_router(context, address, max_message=PLAN_MAX_MESSAGE)
+    link = Link(address, Identity(worker_id="w", limits=LIMITS, model="m"))
     link.open()
+    router.poll(WAIT_MS)
+    hello = receive_from(router)
+    assert hello is not None
+    welcome = plan_pb2.SchedulerMessage(epoch=1, welcome=plan_pb2.Welcome(max_in_flight=2, silence_ms=60_000))
+    assert send_to(router, hello[0], welcome.SerializeToString()) is SendOutcome.SENT
+    assert Welcomed(1, 2, PLAN_VERSIONS.oldest) in link.receive(WAIT_MS)
     num_lines = tuple((20 + row) << 17 for row in (1, 2, 3))
     scores = Scores(
         rows=(1, 2, 3),
@@ -88,6 +108,7 @@ def test_an_answer_that_no_frame_takes_ends_the_session_by_name(tmp_path: Path) 
         StepResult(step=9, rows=NO_ROWS, tokens=NO_IDS, timings=_timings(), completed_copies=NO_IDS, scores=scores)
     )
     link.close("the test is over")
+    context.destroy(linger=0)
     assert lost is not None
     assert re.search(r"result of plan 9: \d+ bytes exceed .* row 3 has \d+ bytes of", lost.reason)
 

@@ -105,7 +105,6 @@ class Session:
         now: float,
         limits: Limits,
         *,
-        welcome_timeout_s: float = WELCOME_TIMEOUT_S,
         accepts: Callable[[int], bool] = lambda _leader_number: True,
     ) -> None:
         """Start to wait for Welcome.
@@ -113,13 +112,12 @@ class Session:
         Args:
             now: the time.
             limits: the worker's limits.
-            welcome_timeout_s: timeout from Hello to Welcome.
             accepts: returns whether a scheduler with this leader number may lead.
         """
         self._limits = limits
         self._accepts = accepts
         self._heard = now
-        self._silence = welcome_timeout_s
+        self._silence = WELCOME_TIMEOUT_S
         self._max_in_flight = 0
         self._unanswered = 0
         self._next_step = 1
