@@ -18,9 +18,10 @@ from scheduler_svc.core.interface.errors import InvalidLimitsError
 from scheduler_svc.leader_lease import LeaderLease
 from scheduler_svc.service import SchedulerService
 from scheduler_svc.standby.election import Election
+from scheduler_svc.standby.guard import GuardProcess
 from scheduler_svc.standby.leader_number import NumberFile, ReplacedError
 from scheduler_svc.standby.stores import is_remote, open_store
-from scheduler_svc.standby.waiting import Standby
+from scheduler_svc.standby.waiting import NO_PREDECESSOR, Standby, Succession
 from shared.config import ConfigError, SchedulerConfig
 from shared.curve import SCHEDULER, STANDBY_DOMAIN, AllowList, check_bind, load_keys
 from shared.ids import draw_incarnation
@@ -46,6 +47,7 @@ def run(config: SchedulerConfig) -> int:
     configure_logging("quire-scheduler")
     lease: LeaderLease | None = None
     election: Election | None = None
+    guard: GuardProcess | None = None
     try:
         telemetry = Telemetry("quire-scheduler")
         admission = load_admission(config.admission_file)
@@ -56,19 +58,23 @@ def run(config: SchedulerConfig) -> int:
         tune_collector()
         if config.leader_lease and not is_remote(config.leader_lease):
             lease = LeaderLease(Path(config.leader_lease), f"{config.frontend_address} {config.worker_address}")
-        pulse = Pulse()
+        pulse, holder = Pulse(), f"{names.gethostname()}-{os.getpid()}"
+        if is_remote(config.leader_lease):
+            open_store(config.leader_lease, holder, config.leader_lease_s)
+            guard = GuardProcess(config.leader_lease, holder, config.leader_lease_s)
         while True:
-            election = _election(config)
-            number = _await_leadership(config, numbers, lease, election, pulse)
-            if number is None:
+            election = _election(config, holder, guard)
+            succession = _await_leadership(config, numbers, lease, election, pulse)
+            if succession is None:
                 return 0
-            successor = _lead(config, telemetry, admission, number, lease, election, pulse)
+            successor = _lead(config, telemetry, admission, succession, lease, election, pulse)
             if numbers is not None and successor:
                 numbers.write(numbers.read().seen(successor))
             if not successor or not config.standby_of:
                 return 0
             if election is not None:
                 election.end()
+                election = None
     except (ConfigError, InvalidLimitsError, ReplacedError, zmq.ZMQError) as error:
         print(f"quire scheduler: {error}", file=sys.stderr)
         return 1
@@ -76,18 +82,16 @@ def run(config: SchedulerConfig) -> int:
         # Last, because a standby leads as soon as the lease ends.
         if election is not None:
             election.end()
+        if guard is not None:
+            guard.close()
 
 
-def _election(config: SchedulerConfig) -> Election | None:
-    """Return the lease in etcd or Kubernetes that is configured, if any.
-
-    Raises:
-        ConfigError: the lease is invalid.
-    """
-    if not is_remote(config.leader_lease):
+def _election(config: SchedulerConfig, holder: str, guard: GuardProcess | None) -> Election | None:
+    """Return the lease in etcd or Kubernetes that is configured, if any."""
+    if guard is None:
         return None
-    holder = f"{names.gethostname()}-{os.getpid()}"
-    return Election(open_store(config.leader_lease, holder, config.leader_lease_s), config.leader_lease_s)
+    store = open_store(config.leader_lease, holder, config.leader_lease_s)
+    return Election(store, config.leader_lease_s, guard)
 
 
 def check_leadership(config: SchedulerConfig) -> None:
@@ -120,19 +124,19 @@ def _await_leadership(
     lease: LeaderLease | None,
     election: Election | None,
     pulse: Pulse,
-) -> int | None:
-    """Wait until this scheduler must lead; return its leader number, or None if it must exit before that."""
+) -> Succession | None:
+    """Wait until this scheduler must lead; return None if it must exit before that."""
     if numbers is None:
         if lease is not None:
             with _on_signals(lease.cancel):
                 if not lease.acquire():
                     return None
-        return 0
+        return NO_PREDECESSOR
     known = numbers.read()
     if not config.standby_of:
         number = known.to_start(time.time_ns() // 1_000_000)
         numbers.write(known.led(number))
-        return number
+        return Succession(number)
     keys = load_keys(config.keys, SCHEDULER)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     allowed = None
@@ -160,14 +164,14 @@ def _await_leadership(
         numbers.write(standby.numbers)
         return None
     numbers.write(standby.numbers.led(succession.number))
-    return succession.number
+    return succession
 
 
 def _lead(
     config: SchedulerConfig,
     telemetry: Telemetry,
     admission: AdmissionSettings,
-    number: int,
+    succession: Succession,
     lease: LeaderLease | None,
     election: Election | None,
     pulse: Pulse,
@@ -175,12 +179,15 @@ def _lead(
     """Serve until a signal or until another scheduler leads; return the leader number of the latter, or 0."""
     incarnation = draw_incarnation()
     recorder = open_recorder(config, to_core_config(config, admission), incarnation)
-    service = SchedulerService(config, telemetry, incarnation, admission, recorder, lease, number, election, pulse)
+    service = SchedulerService(config, telemetry, incarnation, admission, recorder, lease, succession, election, pulse)
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, lambda *_: service.stop())
     sys.setswitchinterval(SWITCH_S)
     get_logger().info(
-        "scheduler is up", frontends=config.frontend_address, workers=config.worker_address, leader_number=number
+        "scheduler is up",
+        frontends=config.frontend_address,
+        workers=config.worker_address,
+        leader_number=succession.number,
     )
     try:
         service.run()

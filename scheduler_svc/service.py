@@ -33,6 +33,7 @@ from scheduler_svc.recorder.recorder import Recorder, RecorderStats
 from scheduler_svc.recorder.tape import RecordedScheduler
 from scheduler_svc.standby.election import Election
 from scheduler_svc.standby.leading import Standbys
+from scheduler_svc.standby.waiting import NO_PREDECESSOR, Succession
 from scheduler_svc.tracing import SchedulerTracing
 from scheduler_svc.worker import link as worker_link
 from scheduler_svc.worker.hub import LOOK_INTERVAL_S, PING_INTERVAL_S, WorkerHub
@@ -61,11 +62,14 @@ IDLE_INTERVAL_S = 0.5
 """Interval of pings and of polls of the worker processes while no request is live."""
 SILENCE_WITH_STANDBY_S = 2.0
 """Maximum timeout of a worker that may find another leader, seconds."""
+_SHORTEST_SILENCE_S = 1.0
+_SILENCE_SHARE = 0.75
+"""The same as a share of the duration of the lease, if there is one."""
 YOUNG_S = 10.0
 """Time after its start in which a scheduler expects the workers of its predecessor, seconds."""
 SETTLE_S = 0.25
-"""Time for which the first worker with retained KV waits for others, seconds. Otherwise it would compute their requests
-again.
+"""Time for which the first worker with retained KV waits for other workers of the predecessor, seconds. Otherwise it
+would compute their requests again.
 """
 STOPPED_S = 1.0
 """Time between two turns above which this process was stopped, so that another scheduler may lead, seconds."""
@@ -109,13 +113,14 @@ class SchedulerService:
         admission: AdmissionSettings = NO_SETTINGS,
         recorder: Recorder | None = None,
         lease: LeaderLease | None = None,
-        leader_number: int = 0,
+        succession: Succession = NO_PREDECESSOR,
         election: Election | None = None,
         pulse: Pulse | None = None,
     ) -> None:
         self._config = config
         self._lease = lease
-        self._leader_number = leader_number
+        self._leader_number = succession.number
+        self._num_expected = succession.num_workers
         core_config = to_core_config(config, admission)
         self._recorder = recorder
         is_wanted = config.record_dir not in ("", "off")
@@ -142,7 +147,7 @@ class SchedulerService:
                 self._context,
                 address=config.standby_address,
                 others=addresses(config.standby_of),
-                number=leader_number,
+                number=succession.number,
                 is_synchronous=config.journal_sync == "standby",
                 election=election,
                 protect_server=protector(keys, SCHEDULER),
@@ -168,7 +173,11 @@ class SchedulerService:
         self._kv_events = KvEvents(self._context, config.kv_events) if config.kv_events else None
         self._silence_s = config.worker_silence_s
         if self._standbys is not None:
-            self._silence_s = min(config.worker_silence_s, SILENCE_WITH_STANDBY_S)
+            longest_s = SILENCE_WITH_STANDBY_S
+            if election is not None:
+                # Shortly before another scheduler can lead, so that workers wait for it and lose no time.
+                longest_s = max(_SHORTEST_SILENCE_S, _SILENCE_SHARE * config.leader_lease_s)
+            self._silence_s = min(config.worker_silence_s, longest_s)
         self._pulse = pulse or Pulse()
         self._ticked_at = self._looked_at = -math.inf
         self._gather_s = 0.0
@@ -396,6 +405,8 @@ class SchedulerService:
                 self._tracing.worker_lost(peer, now)  # After a new Hello the worker sends no results for earlier plans.
                 self._metrics.workers_joined += 1
                 self._workers.add(peer, event.worker_id, now, process=event.process)
+                if self._settled_at > now and 0 < self._num_expected <= len(self._workers):
+                    self._settled_at = now
             case ev.WorkerLost():
                 self._forget_worker(peer, event.reason, now, orderly=event.orderly)
         self._apply(event, now)

@@ -266,12 +266,13 @@ async def _strike_under_load(
     try:
         await asyncio.wait_for(load.flows.wait(), PATIENCE_S)
         for fault in cycle(kinds):
-            began = time.monotonic()
             await _until_ready(service)
-            await until_all_get_on(load, faults[-1][1].time if faults else time.time())
+            # Not since the fault, because messages from before it may arrive later.
+            await until_all_get_on(load, time.time())
             if time.monotonic() > until or streaming.done():
                 break
             leader, standby = sorted(machines, key=Machine.last_number, reverse=True)
+            began = time.monotonic()
             record = KillRecord(time.time(), [each for each in load.live.values() if each.tokens])
             faults.append((fault, record))
             await asyncio.to_thread(_strike, fault, leader, standby)

@@ -10,5 +10,7 @@ restart.
 * `leading`: the leader's side, called by the loop of the scheduler service.
 * `mirror`: the folder that a standby writes.
 * `waiting`: the standby's side, until it leads.
+* `election`: the lease in a store, through which one of several schedulers leads; `stores`: etcd and Kubernetes.
+* `guard`: a process that revokes the lease when the scheduler's process dies.
 * `take_over`: the operator's command.
 """

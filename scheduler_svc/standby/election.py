@@ -7,8 +7,12 @@ leads (`leader_number`) fences frames that it had already begun to send.
 
 Each acquisition stores a higher number in one transaction with the lease, so no two schedulers ever lead under the same
 number. This is the fencing token of Burrows, The Chubby lock service (OSDI 2006).
+
+If the holder's process dies on a living machine, its guard (`guard`) revokes the lease, so that no scheduler
+waits for the duration.
 """
 
+import os
 import threading
 import time
 from typing import Protocol
@@ -29,6 +33,9 @@ class LeaseError(Exception):
 
 class LeaseStore(Protocol):
     """A lease for one holder in a store that several machines reach. Calls block for at most the given time."""
+
+    holder: str
+    """Name of the other scheduler that was last found to hold the lease; empty if none was found."""
 
     def acquire(self, highest: int, timeout_s: float) -> int:
         """Try once to acquire the lease.
@@ -54,12 +61,33 @@ class LeaseStore(Protocol):
         """
         ...
 
-    def release(self, timeout_s: float) -> None:
-        """End the lease at once.
+    def await_end(self, timeout_s: float) -> bool:
+        """Wait until the lease that another scheduler holds has ended.
+
+        Returns:
+            Whether the lease may have ended; False after the timeout, or at once if the store does not report this.
+        """
+        ...
+
+    @property
+    def token(self) -> str:
+        """Text by which another process can revoke the lease that is held, and no later lease."""
+        ...
+
+    def revoke(self, token: str, timeout_s: float) -> None:
+        """End the lease with this token at once, if it has not ended.
 
         Raises:
             LeaseError: the store cannot be used now.
         """
+        ...
+
+
+class Guard(Protocol):
+    """Process that revokes the lease when the scheduler's process dies."""
+
+    def hold(self, token: str) -> None:
+        """Set the token of the lease that is held; empty for none."""
         ...
 
 
@@ -69,10 +97,11 @@ class Election:
     Args:
         store: the lease.
         duration_s: time after its last renewal at which the lease ends, seconds.
+        guard: revokes the lease when this process dies; None for no guard.
     """
 
-    def __init__(self, store: LeaseStore, duration_s: float) -> None:
-        self._store = store
+    def __init__(self, store: LeaseStore, duration_s: float, guard: Guard | None = None) -> None:
+        self._store, self._guard = store, guard
         self._valid_s = duration_s * (1 - _MARGIN)
         self.interval_s = duration_s / _RENEWALS
         self.grace_s = 2 * duration_s
@@ -82,6 +111,9 @@ class Election:
         self.held_until = 0.0
         """Time (`time.monotonic`) after which this scheduler must not send anything more."""
         self._highest: int | None = None
+        self.woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """File descriptor that becomes readable when this scheduler begins to lead."""
+        self._last_holder = ""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="election", daemon=True)
         self._reaches_store = True
@@ -97,24 +129,45 @@ class Election:
         self._thread.join()
         if self.number and self.held_until:
             try:
-                self._store.release(self.interval_s)
+                self._store.revoke(self._store.token, self.interval_s)
             except LeaseError as error:
                 log.warning("leader lease: not released; it ends by itself", error=str(error))
+        self._hold("")
+        os.close(self.woken)
+
+    def _hold(self, token: str) -> None:
+        if self._guard is not None:
+            self._guard.hold(token)
+
+    def _note_holder(self) -> None:
+        if self._store.holder != self._last_holder:
+            self._last_holder = self._store.holder
+            log.info("leader lease: another scheduler holds it", holder=self._last_holder)
 
     def _run(self) -> None:
-        while not self._ended.wait(self.interval_s):
-            began = time.monotonic()
+        has_ended = False
+        while not self._ended.wait(0.0 if has_ended else self.interval_s):
+            began, has_ended = time.monotonic(), False
             try:
                 if self.number:
                     if not self._store.renew(self.interval_s):
-                        log.warning("leader lease: it has ended")
+                        log.warning(
+                            "leader lease: lost", leader_number=self.number, to=self._store.holder or "no scheduler yet"
+                        )
                         self.held_until = 0.0
+                        self._hold("")
                         return
                     self.held_until = began + self._valid_s
                 elif self._highest is not None:
                     number = self._store.acquire(self._highest, self.interval_s)
-                    self.held_until = began + self._valid_s
-                    self.number = number
+                    if number:
+                        self._hold(self._store.token)
+                        self.held_until = began + self._valid_s
+                        self.number = number
+                        os.eventfd_write(self.woken, 1)
+                    else:
+                        self._note_holder()
+                        has_ended = self._store.await_end(self.interval_s)
             # A store that responds with something else cannot be used either.
             except (LeaseError, LookupError, TypeError, ValueError) as error:
                 if self._reaches_store:

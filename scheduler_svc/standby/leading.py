@@ -38,7 +38,8 @@ TICK_S = 0.25
 """Interval of heartbeats to standbys and of announcements to other schedulers, seconds."""
 _FLUSH_S = 1.0
 """Maximum time to send the rest of the journal before this scheduler steps down, seconds."""
-_LISTEN_S = 0.1
+_LISTEN_S = TICK_S + 0.1
+"""Time to wait for an announcement of another leader, after this process was stopped, seconds."""
 
 log = get_logger()
 
@@ -134,8 +135,11 @@ class Standbys:
         return max(positions, default=math.inf)
 
     def listen(self) -> None:
-        """Wait briefly for messages of other schedulers, after this process was stopped."""
-        wait_readable(self.sockets, _LISTEN_S)
+        """Wait for an announcement of another leader, after this process was stopped. With a lease, none is needed."""
+        end = time.monotonic() + (_LISTEN_S if self._election is None else 0.0)
+        while (now := time.monotonic()) < end and not self.successor:
+            self.read(now)
+            wait_readable(self.sockets, end - now)
 
     def read(self, now: float) -> None:
         """Handle all messages that have arrived, and the end of the lease."""

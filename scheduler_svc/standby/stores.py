@@ -22,6 +22,7 @@ _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Folder in which Kubernetes gives a pod its token, its namespace and the certificate of the API server."""
 _ANNOTATION = "quire.dev/leader-number"
 _MOST_BYTES = 1 << 20
+_ATTEMPTS = 3
 _NOT_FOUND, _CONFLICT = 404, 409
 
 
@@ -85,12 +86,7 @@ class _Http:
         failures = []
         content = json.dumps(body).encode() if body is not None else None
         for server in tuple(self._servers):
-            share_s = timeout_s / len(self._servers)
-            connection = (
-                http.client.HTTPConnection(server, timeout=share_s)
-                if self._tls is None
-                else http.client.HTTPSConnection(server, timeout=share_s, context=self._tls)
-            )
+            connection = self._connect(server, timeout_s / len(self._servers))
             try:
                 connection.request(method, path, content, {"Content-Type": "application/json", **(headers or {})})
                 response = connection.getresponse()
@@ -105,6 +101,38 @@ class _Http:
             self._servers.append(self._servers.pop(0))
         raise LeaseError("; ".join(failures))
 
+    def await_line(self, path: str, body: Any, part: bytes, timeout_s: float) -> bool:
+        """Send a request to one server whose response is a stream of lines, and wait for a line with this part.
+
+        Returns:
+            Whether such a line arrived in time. If the server fails, it is asked last from then on.
+        """
+        end = time.monotonic() + timeout_s
+        connection = self._connect(self._servers[0], timeout_s)
+        try:
+            connection.request("POST", path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            while response.status == http.client.OK and (left_s := end - time.monotonic()) > 0:
+                if connection.sock is not None:
+                    connection.sock.settimeout(left_s)
+                line = response.readline(_MOST_BYTES)
+                if part in line:
+                    return True
+                if not line:
+                    break
+        except TimeoutError:
+            pass
+        except (OSError, http.client.HTTPException, ValueError):
+            self._servers.append(self._servers.pop(0))
+        finally:
+            connection.close()
+        return False
+
+    def _connect(self, server: str, timeout_s: float) -> http.client.HTTPConnection:
+        if self._tls is None:
+            return http.client.HTTPConnection(server, timeout=timeout_s)
+        return http.client.HTTPSConnection(server, timeout=timeout_s, context=self._tls)
+
 
 class EtcdLease:
     """A lease in etcd 3.4 or newer: a key that etcd deletes when the lease ends, and a key with the last number."""
@@ -115,14 +143,25 @@ class EtcdLease:
         self._holder = _base64(holder)
         self._duration_s = duration_s
         self._id = ""
+        self.holder = ""
+        self._revision = 0
+        """Revision of the store at which another scheduler held the lease."""
+
+    @property
+    def token(self) -> str:
+        """See `LeaseStore`."""
+        return self._id
 
     def acquire(self, highest: int, timeout_s: float) -> int:
         """See `LeaseStore`."""
         reads = [{"request_range": {"key": key}} for key in (self._leader, self._last)]
-        held, last = (_values(each) for each in self._call("kv/txn", {"success": reads}, timeout_s)["responses"])
+        found = self._call("kv/txn", {"success": reads}, timeout_s)
+        held, last = (_values(each) for each in found["responses"])
         if held:
+            self._revision = int(found["header"]["revision"])
+            self.holder = _text(held[0]["value"])
             return 0
-        stored = int(base64.b64decode(last[0]["value"])) if last else 0
+        stored = int(_text(last[0]["value"])) if last else 0
         number = _next(stored, highest)
         self._id = self._call("lease/grant", {"TTL": str(max(1, round(self._duration_s)))}, timeout_s)["ID"]
         transaction = {
@@ -137,17 +176,26 @@ class EtcdLease:
         }
         if self._call("kv/txn", transaction, timeout_s).get("succeeded"):
             return number
-        self.release(timeout_s)
+        self.revoke(self._id, timeout_s)
         return 0
+
+    def await_end(self, timeout_s: float) -> bool:
+        """See `LeaseStore`."""
+        watch = {"key": self._leader, "start_revision": str(self._revision + 1), "filters": ["NOPUT"]}
+        return self._http.await_line("/v3/watch", {"create_request": watch}, b'"events"', timeout_s)
 
     def renew(self, timeout_s: float) -> bool:
         """See `LeaseStore`."""
         found = self._call("lease/keepalive", {"ID": self._id}, timeout_s)
-        return int(found.get("result", {}).get("TTL", 0)) > 0
+        if int(found.get("result", {}).get("TTL", 0)) > 0:
+            return True
+        held = self._call("kv/range", {"key": self._leader}, timeout_s).get("kvs", [])
+        self.holder = _text(held[0]["value"]) if held else ""
+        return False
 
-    def release(self, timeout_s: float) -> None:
+    def revoke(self, token: str, timeout_s: float) -> None:
         """See `LeaseStore`."""
-        self._call("lease/revoke", {"ID": self._id}, timeout_s)
+        self._call("lease/revoke", {"ID": token}, timeout_s)
 
     def _call(self, what: str, body: Any, timeout_s: float) -> Any:
         status, found = self._http.request("POST", f"/v3/{what}", body, timeout_s)
@@ -167,6 +215,7 @@ class KubernetesLease:
         self._http, self._token = http_, token
         self._all = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
         self._name, self._holder, self._duration_s = name, holder, duration_s
+        self.holder = ""
         self._seen = ("", 0.0)
         """Version of the object, and when it was first seen."""
         self._lease: Any = None
@@ -179,6 +228,7 @@ class KubernetesLease:
             metadata = {"name": self._name, "annotations": {}}
             lease = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": metadata, "spec": {}}
         elif not self._has_ended(lease):
+            self.holder = lease["spec"]["holderIdentity"]
             return 0
         spec, annotations = lease["spec"], lease["metadata"].setdefault("annotations", {})
         number = _next(int(annotations.get(_ANNOTATION, 0)), highest)
@@ -201,22 +251,37 @@ class KubernetesLease:
         if written is None:
             # Another program changed the object, for example its labels, or an earlier request has arrived after all.
             written = self._read(timeout_s)
-            if written is None or not self._is_own(written):
+            if written is None or not self._is_own(written, self.token):
+                self.holder = "" if written is None else written["spec"].get("holderIdentity", "")
                 return False
             written["spec"]["renewTime"] = _now()
             written = self._write(written, timeout_s)
         self._lease = written or self._lease
         return written is not None
 
-    def release(self, timeout_s: float) -> None:
+    def await_end(self, timeout_s: float) -> bool:
         """See `LeaseStore`."""
-        self._lease["spec"]["holderIdentity"] = ""
-        self._write(self._lease, timeout_s)
+        return False
 
-    def _is_own(self, lease: Any) -> bool:
-        ours = self._lease["metadata"]["annotations"][_ANNOTATION]
+    @property
+    def token(self) -> str:
+        """See `LeaseStore`."""
+        return str(self._lease["metadata"]["annotations"][_ANNOTATION])
+
+    def revoke(self, token: str, timeout_s: float) -> None:
+        """See `LeaseStore`."""
+        for _ in range(_ATTEMPTS):
+            lease = self._read(timeout_s)
+            if lease is None or not self._is_own(lease, token):
+                return
+            lease["spec"]["holderIdentity"] = ""
+            if self._write(lease, timeout_s) is not None:
+                return
+        raise LeaseError("Kubernetes: other programs change the Lease object all the time")
+
+    def _is_own(self, lease: Any, token: str) -> bool:
         found = lease["metadata"].get("annotations", {}).get(_ANNOTATION)
-        return bool(lease["spec"].get("holderIdentity") == self._holder and found == ours)
+        return bool(lease["spec"].get("holderIdentity") == self._holder and found == token)
 
     def _has_ended(self, lease: Any) -> bool:
         spec = lease["spec"]
@@ -296,6 +361,10 @@ def _message(found: Any) -> str:
 
 def _base64(text: str) -> str:
     return base64.b64encode(text.encode()).decode()
+
+
+def _text(value: str) -> str:
+    return base64.b64decode(value).decode(errors="replace")
 
 
 def _now() -> str:

@@ -6,6 +6,7 @@ takes over when an operator commands it. It first asks the leader to step down, 
 time, because the leader may have been lost.
 """
 
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +37,6 @@ ACK_S = 0.25
 """Interval of acknowledgements if the leader does not wait for them, seconds. They also show that the standby lives."""
 STEP_DOWN_S = 1.0
 """Maximum time for the leader to step down, seconds."""
-_POLL_S = 0.02
 
 log = get_logger()
 
@@ -46,9 +46,11 @@ class Succession:
     """Result of a standby that leads from now on."""
 
     number: int
-    num_workers: int
-    """Number of workers that the last leader had."""
-    num_frontends: int
+    num_workers: int = 0
+    """Number of workers that the last leader had; 0 if unknown."""
+
+
+NO_PREDECESSOR = Succession(0)
 
 
 class Standby:
@@ -89,19 +91,22 @@ class Standby:
         self._acknowledges_each = config.journal_sync == "standby"
         self._received, self._copy = 0, 0
         self._acknowledged_at = self._said_hello_at = 0.0
-        self._num_workers = self._num_frontends = 0
+        self._num_workers = 0
         self._has_stepped_down = False
         self._commanded_at: float | None = None
         self._stopping = False
+        self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._said_complete = False
 
     def stop(self) -> None:
         """Make `run` return. May be called from a signal handler."""
         self._stopping = True
+        os.eventfd_write(self._woken, 1)
 
     def run(self, pulse: Pulse) -> Succession | None:
         """Wait until this scheduler must lead; return None after `stop`."""
         log.info("standby: waiting", leader=[link.address for link in self._links])
+        descriptors = (self._woken,) if self._election is None else (self._woken, self._election.woken)
         while not self._stopping:
             now = time.monotonic()
             pulse.beat()
@@ -112,14 +117,15 @@ class Standby:
                     "taking over", leader_number=number, has_whole_journal=self._mirror.is_complete,
                     leader_has_stepped_down=self._has_stepped_down,
                 )  # fmt: skip
-                return Succession(number, self._num_workers, self._num_frontends)
+                return Succession(number, self._num_workers)
             self._tick(now)
-            wait_readable(self._sockets, _POLL_S)
+            wait_readable(self._sockets, self._wait_s(time.monotonic()), descriptors)
         return None
 
     def close(self) -> None:
         """Close the sockets and the folder."""
         self._mirror.close()
+        os.close(self._woken)
         for link in self._links:
             link.close()
         if self._router is not None:
@@ -129,6 +135,12 @@ class Standby:
     def _sockets(self) -> "tuple[zmq.Socket[bytes], ...]":
         links = tuple(link.socket for link in self._links)
         return links if self._router is None else (self._router, *links)
+
+    def _wait_s(self, now: float) -> float:
+        """Return how long to wait for a message at most."""
+        if self._commanded_at is None:
+            return ACK_S
+        return min(ACK_S, self._commanded_at + STEP_DOWN_S - now)
 
     def _elected(self, now: float) -> int:
         """Return the number under which this scheduler leads by its lease; 0 if it does not hold the lease."""
@@ -197,7 +209,7 @@ class Standby:
 
     def _write(self, link: PeerLink, part: JournalPart, now: float) -> None:
         if not part.segment:
-            self._num_workers, self._num_frontends = part.num_workers, part.num_frontends
+            self._num_workers = part.num_workers
         else:
             if part.starts_over:
                 self._received, self._copy = 0, part.copy

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,10 +56,10 @@ def test_one_of_two_holds_a_lease_and_its_successor_has_a_higher_number(opened: 
     assert first.renew(TIMEOUT_S)
     assert second.acquire(0, TIMEOUT_S) == 0
 
-    first.release(TIMEOUT_S)
+    first.revoke(first.token, TIMEOUT_S)
 
     assert second.acquire(0, TIMEOUT_S) == number + 1
-    second.release(TIMEOUT_S)
+    second.revoke(second.token, TIMEOUT_S)
     assert first.acquire(number + 100, TIMEOUT_S) == number + 101
 
 
@@ -70,8 +71,44 @@ def test_a_lease_that_is_not_renewed_ends_and_cannot_be_renewed(opened: Open) ->
     assert _acquire(second) == number + 1
 
     assert not first.renew(TIMEOUT_S)
+    assert first.holder == "second"
     assert first.acquire(number, TIMEOUT_S) == 0
     assert second.renew(TIMEOUT_S)
+
+
+def test_a_token_revokes_one_lease_and_no_later_one(opened: Open) -> None:
+    """Another process that has the token, such as the guard, ends the lease at once, also after it was renewed."""
+    first, second, guard = opened("first"), opened("second"), opened("first")
+    number = first.acquire(0, TIMEOUT_S)
+    assert first.renew(TIMEOUT_S)
+    token = first.token
+
+    guard.revoke(token, TIMEOUT_S)
+
+    assert second.acquire(0, TIMEOUT_S) == number + 1
+    guard.revoke(token, TIMEOUT_S)
+    assert second.renew(TIMEOUT_S)
+    second.revoke(second.token, TIMEOUT_S)
+    again = first.acquire(0, TIMEOUT_S)
+    guard.revoke(token, TIMEOUT_S)
+    assert again == number + 2
+    assert first.renew(TIMEOUT_S)
+
+
+def test_a_waiting_scheduler_learns_at_once_that_a_lease_in_etcd_has_ended(tmp_path: Path) -> None:
+    """It neither polls nor waits for the timeout; a lease that does not end is not reported."""
+    with lease_servers.etcd(tmp_path) as (server, _):
+        first, second = (open_store(f"etcd://{server}/quire", name, 60.0) for name in ("first", "second"))
+        assert first.acquire(0, TIMEOUT_S)
+        assert not second.acquire(0, TIMEOUT_S)
+        assert not second.await_end(0.1)
+
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(second.await_end, WAIT_S)
+            first.revoke(first.token, TIMEOUT_S)
+            assert waiting.result()
+
+        assert second.acquire(0, TIMEOUT_S)
 
 
 def test_a_renewed_lease_does_not_end(opened: Open) -> None:
@@ -172,6 +209,25 @@ def test_a_standby_leads_after_the_leader_was_killed(cell: Cell) -> None:
     standby.until("quire_leader_number", lambda value: value > number)
 
     assert _log(standby) == [1, 2, 3, 11, 12]
+
+
+def test_a_standby_need_not_wait_for_the_lease_of_a_leader_that_was_killed(tmp_path: Path) -> None:
+    """The guard of the leader revokes a lease that would end after the test's timeout."""
+    with lease_servers.etcd(tmp_path) as (server, _):
+        flags = (f"--leader-lease=etcd://{server}/quire", "--leader-lease-s=60", "--journal-sync=standby")
+        addresses = [f"ipc://{tmp_path}/{name}/s" for name in "ab"]
+        leader = Scheduler(tmp_path / "a", f"--standby-of={addresses[1]}", *flags)
+        leader.until("quire_leader_number", lambda value: value > 0)
+        standby = Scheduler(tmp_path / "b", f"--standby-of={addresses[0]}", *flags)
+        leader.until("quire_standby_ready", lambda value: value == 1)
+        began = time.monotonic()
+        leader.kill()
+
+        standby.until("quire_leader_number", lambda value: value > 0)
+
+        assert time.monotonic() - began < WAIT_S / 2
+        for each in (leader, standby):
+            each.close()
 
 
 def test_a_leader_that_was_stopped_becomes_the_standby(cell: Cell) -> None:
