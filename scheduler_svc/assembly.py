@@ -7,6 +7,7 @@ from quire import __version__
 from scheduler_svc.admission_file import AdmissionSettings
 from scheduler_svc.core.interface.config import BatchingLimits, CoreConfig
 from scheduler_svc.journal.journal import Journal
+from scheduler_svc.journal.recovery import Found
 from scheduler_svc.journal.segments import NewerJournalError
 from scheduler_svc.recorder.recorder import Recorder
 from scheduler_svc.segments import FolderInUseError
@@ -78,8 +79,8 @@ def shown_settings(core: CoreConfig) -> dict[str, str]:
     return {name: "each worker's own" if unlimited.get(name) == value else str(value) for name, value in shown.items()}
 
 
-def open_journal(config: SchedulerConfig) -> Journal | None:
-    """Open the journal; return None if it is off.
+def open_journal(config: SchedulerConfig, found: Found | None = None) -> Journal | None:
+    """Open the journal, whose content may be known; return None if it is off.
 
     Raises:
         ConfigError: the folder cannot be used, or the journal would have no effect.
@@ -96,6 +97,7 @@ def open_journal(config: SchedulerConfig) -> Journal | None:
             max_bytes=config.journal_bytes,
             keep_s=config.resume_keep_s,
             fsync=config.journal_fsync,
+            found=found,
         )
     except OSError as error:
         raise ConfigError(f"journal (--journal): {error}; use a folder that only this scheduler writes to") from None

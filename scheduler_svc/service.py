@@ -167,7 +167,7 @@ class SchedulerService:
         self._explanations = LiveExplanations(recorder)
         wall_ns = time.time_ns() - time.monotonic_ns()
         self._views = LiveViews(recorder, self._frontends, self._core, wall_ns, config.policy)
-        self._journal = open_journal(config)
+        self._journal = open_journal(config, succession.found)
         if config.kv_events:
             check_bind("kv_events", config.kv_events, protected=False, insecure=config.insecure)
         self._kv_events = KvEvents(self._context, config.kv_events) if config.kv_events else None

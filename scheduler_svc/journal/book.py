@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from protos.quire.journal.v1 import journal_pb2
 from protos.quire.link.v1 import link_pb2
+from scheduler_svc.core.interface.records import Log
 from shared.columns import from_column, from_columns
 from shared.frames import TOKEN_BYTES
 
@@ -44,6 +45,8 @@ class Entry:
     model: str = ""
     segment: int = 0
     """Segment to which the whole entry was last written; used by the writer."""
+    prepared: Log | None = None
+    """The entry for the core, if it was decoded in advance; while the request is live, its tokens may be missing."""
 
     @property
     def num_generated(self) -> int:

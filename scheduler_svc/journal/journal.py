@@ -26,7 +26,7 @@ from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.frontend.link import to_stream_end, to_submission
 from scheduler_svc.journal.book import Book
-from scheduler_svc.journal.recovery import recover, to_event
+from scheduler_svc.journal.recovery import Found, recover, to_event
 from scheduler_svc.journal.segments import HEADER, open_folder
 from scheduler_svc.journal.syncer import Syncer
 from scheduler_svc.segments import SegmentFile, frame
@@ -72,6 +72,8 @@ class Journal:
         fsync: one of FSYNC_MODES.
         clock_ms: returns the time in ms since 1970.
         reports: whether to log what the folder holds.
+        found: content of the folder, if it was read already. The journal then continues it. Otherwise, it is read, and
+            all requests are written to a new segment.
 
     Raises:
         OSError: the folder cannot be used.
@@ -86,6 +88,7 @@ class Journal:
         fsync: str = "none",
         clock_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
         reports: bool = True,
+        found: Found | None = None,
     ) -> None:
         self.stats = JournalStats()
         self.written = 0
@@ -96,14 +99,16 @@ class Journal:
         self._clock_ms = clock_ms
         self._folder = open_folder(path)
         try:
-            found = recover(self._folder)
+            is_fresh = found is None
+            found = found or recover(self._folder)
             if reports:
                 found.report()
             self.restored = to_event(found.book, clock_ms())
             """Event with the previous process's requests; the core's first event."""
             self._book = _as_restored(found.book)
+            born_ms = 0 if is_fresh else clock_ms()
             self._segments: dict[int, _Segment] = {
-                segment.number: _Segment(segment.size, 0) for segment in found.segments
+                segment.number: _Segment(segment.size, born_ms) for segment in found.segments
             }
             self._numbers = itertools.count(1 + max((entry.number for entry in self._book), default=0))
             self._streams: dict[ev.Peer, dict[int, int]] = {}
@@ -118,7 +123,7 @@ class Journal:
             self._syncer: Syncer | None = None
             if fsync != "none":
                 self._syncer = Syncer(self._folder.sync, interval_s=_SYNC_EVERY_S if fsync == "interval" else 0.0)
-            self._begin(fresh=True)
+            self._begin(fresh=is_fresh)
         except BaseException:
             self._folder.close()
             raise
@@ -405,6 +410,7 @@ class Journal:
 def _as_restored(book: Book) -> Book:
     """Mark all recovered entries as ended, because the core treats them as ended."""
     for entry in book:
+        entry.prepared = None
         if entry.live:
             entry.live, entry.ended_ms = False, book.last_ms
     return book

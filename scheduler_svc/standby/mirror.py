@@ -3,6 +3,8 @@
 The first copy of the journal is written to a subfolder. When it is complete, its segments move behind the older ones of
 this scheduler, which are then deleted. A leader that dies during the first copy therefore costs nothing that the
 standby had before. The first segment begins with a batch that makes all older batches obsolete.
+
+The mirror also applies the journal to a book, so that a standby that takes over need not read its folder.
 """
 
 import os
@@ -11,7 +13,8 @@ from pathlib import Path
 
 from protos.quire.journal.v1 import journal_pb2
 from protos.quire.journal.v1.replication_pb2 import JournalPart
-from scheduler_svc.journal.segments import HEADER, SUFFIX, open_folder
+from scheduler_svc.journal.recovery import Following, Found
+from scheduler_svc.journal.segments import HEADER, SUFFIX, Segment, open_folder
 from scheduler_svc.segments import SegmentFile, SegmentFolder, files, frame
 
 _INCOMING = "incoming"
@@ -39,6 +42,12 @@ class Mirror:
         self._numbers: dict[int, int] = {}
         """Numbers of the segments here, by the leader's numbers, oldest first."""
         self._segment, self._offset = 0, 0
+        self._following = Following()
+        """Content of the copy that is being written."""
+        self._waiting: list[tuple[int, bytes]] = []
+        """(segment to begin, or 0; data) that `apply` has not applied to `_following` yet."""
+        self._found: Found | None = None
+        """Content of the folder at the last `start over`; None if it was never read."""
         self.is_complete = False
         """Whether the folder has the whole journal of the leader, up to the last part."""
         self._drop_incoming()
@@ -63,6 +72,7 @@ class Mirror:
         skipped = max(0, len(HEADER) - part.offset)
         if len(part.data) > skipped:
             self._file.append(part.data[skipped:])
+            self._waiting.append((0, part.data[skipped:]))
         self._offset += len(part.data)
         if self._syncs:
             os.fdatasync(self._file.descriptor)
@@ -71,6 +81,22 @@ class Mirror:
                 self._promote()
             self._delete_before(part.oldest_segment)
 
+    def apply(self) -> None:
+        """Apply the parts that were written to the book. This is slow, so acknowledge the parts before."""
+        for segment, data in self._waiting:
+            if segment:
+                self._following.begin(segment)
+            self._following.feed(data)
+        self._waiting.clear()
+
+    def found(self) -> Found | None:
+        """Return the content of the folder; None if it must be read."""
+        if not self.is_complete:
+            return self._found
+        self.apply()
+        sizes = {number: self._folder.file(number).stat().st_size for number in self._numbers.values()}
+        return Found(self._following.book, [Segment(number, [], size, 0) for number, size in sizes.items()])
+
     def close(self) -> None:
         """Close all files and release the folder."""
         self._close_file()
@@ -78,6 +104,9 @@ class Mirror:
         self._folder.close()
 
     def _start_over(self) -> None:
+        self._found = self.found()
+        self._following = Following()
+        self._waiting.clear()
         self._close_file()
         self._drop_incoming()
         self._numbers.clear()
@@ -92,6 +121,7 @@ class Mirror:
         else:
             self._numbers[segment] = segment
             self._file = SegmentFile(self._path / _INCOMING / f"{segment:012d}{SUFFIX}", HEADER)
+        self._waiting.append((self._numbers[segment], b""))
         if is_first:
             self._file.append(frame(journal_pb2.Batch(fresh=True).SerializeToString()))
         self._segment, self._offset = segment, 0
@@ -103,6 +133,9 @@ class Mirror:
         for index, path in enumerate(files(self._path / _INCOMING, SUFFIX), start=1):
             path.rename(self._folder.file(base + index))
             self._numbers[int(path.name.removesuffix(SUFFIX))] = base + index
+        self.apply()
+        self._following.rename(self._numbers)
+        self._found = None
         if self._syncs:
             self._folder.sync()
         for number in replaced:

@@ -22,6 +22,7 @@ from protos.quire.journal.v1.replication_pb2 import (
     Status,
     StepDown,
 )
+from scheduler_svc.journal.recovery import Found
 from scheduler_svc.standby.election import Election
 from scheduler_svc.standby.leader_number import Numbers
 from scheduler_svc.standby.mirror import GapError, Mirror
@@ -48,6 +49,8 @@ class Succession:
     number: int
     num_workers: int = 0
     """Number of workers that the last leader had; 0 if unknown."""
+    found: Found | None = None
+    """Content of the journal's folder; None if it must be read."""
 
 
 NO_PREDECESSOR = Succession(0)
@@ -117,7 +120,7 @@ class Standby:
                     "taking over", leader_number=number, has_whole_journal=self._mirror.is_complete,
                     leader_has_stepped_down=self._has_stepped_down,
                 )  # fmt: skip
-                return Succession(number, self._num_workers)
+                return Succession(number, self._num_workers, self._mirror.found())
             self._tick(now)
             wait_readable(self._sockets, self._wait_s(time.monotonic()), descriptors)
         return None
@@ -129,7 +132,7 @@ class Standby:
         for link in self._links:
             link.close()
         if self._router is not None:
-            self._router.close(linger=100)
+            self._router.close(linger=0)
 
     @property
     def _sockets(self) -> "tuple[zmq.Socket[bytes], ...]":
@@ -228,6 +231,7 @@ class Standby:
         if self._acknowledges_each or now - self._acknowledged_at >= ACK_S or (part.segment and not part.is_complete):
             self._acknowledged_at = now
             self._acknowledge(link)
+        self._mirror.apply()
 
     def _acknowledge(self, link: PeerLink) -> None:
         link.send(PeerMessage(ack=StandbyAck(num_bytes=self._received, copy=self._copy)))

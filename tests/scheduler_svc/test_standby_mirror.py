@@ -8,7 +8,7 @@ import pytest
 
 from protos.quire.journal.v1.replication_pb2 import JournalPart
 from scheduler_svc.journal.journal import Journal
-from scheduler_svc.journal.recovery import to_event
+from scheduler_svc.journal.recovery import Found, to_event
 from scheduler_svc.standby.cursor import PART_BYTES, WINDOW_BYTES, Cursor, Part
 from scheduler_svc.standby.leader_number import NumberFile, Numbers, ReplacedError
 from scheduler_svc.standby.mirror import GapError, Mirror
@@ -34,6 +34,8 @@ class Copy:
             with path.open("rb") as file:
                 data = os.pread(file.fileno(), part.num_bytes, part.offset)
             self._mirror.write(_message(part, data, oldest=next(iter(extents))))
+            if count % 3:
+                self._mirror.apply()
             self._cursor.sent_part(part, extents)
             self._cursor.acknowledged = self._cursor.sent
         return most
@@ -48,9 +50,17 @@ class Copy:
         self._mirror, self._cursor = Mirror(self._folder, syncs=True), Cursor()
 
     def take_over(self) -> Known:
-        """Return what the standby knows if it leads now."""
+        """Return what the standby knows if it leads now, which is what its folder contains, now and later."""
+        found = self._mirror.found()
         self._mirror.close()
-        journal = Journal(self._folder, max_bytes=1 << 20, keep_s=300.0, clock_ms=lambda: 1_000_000, reports=False)
+        known = self._read(found)
+        assert self._read(None) == known
+        return known
+
+    def _read(self, found: Found | None) -> Known:
+        journal = Journal(
+            self._folder, max_bytes=1 << 20, keep_s=300.0, clock_ms=lambda: 1_000_000, reports=False, found=found
+        )
         known = _known(journal.restored.logs)
         journal.close()
         return known
