@@ -360,9 +360,9 @@ def kv_formula(sizes: ModelSizes, kv_type: str) -> str:
     size = "1/2 byte" if chosen.bits == 4 else f"{chosen.bits // 8} byte{'s' if chosen.bits > 8 else ''}"
     per_head = f"{sizes.head_dim} head_dim x {size}"
     if chosen.group:
-        per_head = (
-            f"({per_head} + {sizes.head_dim // chosen.group} groups x {chosen.scale_bytes} bytes of scale and zero)"
-        )
+        count = sizes.head_dim // chosen.group
+        groups = f"{count} group{'s' if count > 1 else ''}"
+        per_head = f"({per_head} + {groups} x {chosen.scale_bytes} bytes of scale and zero)"
     elif chosen.scale_bytes:
         per_head = f"({per_head} + {chosen.scale_bytes} bytes of scale)"
     return f"2 (key and value) x {sizes.num_layers} layers x {sizes.num_kv_heads} KV heads x {per_head}"

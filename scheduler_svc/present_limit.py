@@ -141,7 +141,8 @@ def _words(kind: LimitKind, found: Pressure, itl_s: float) -> tuple[str, str]:
             return f"KV memory {share:.0%} held by {_count(rows, 'request')} ({rows} of {most} rows)", remedies.MEMORY
         case LimitKind.PROMPTS:
             prefilling = sum(each.prefilling for each in found.workers)
-            state = f"prompts fill the steps: {_count(prefilling, 'prompt')} being computed, {decoding} requests decode"
+            decodes = f"{_count(decoding, 'request')} in decode"
+            state = f"prompts fill the steps: {_count(prefilling, 'prompt')} being computed, {decodes}"
             return state, remedies.PROMPTS if found.waiting else ""
         case LimitKind.DECODE:
             pace = f", {1e3 * itl_s:.3g} ms per token" if itl_s else ""
@@ -176,7 +177,7 @@ def _rows_remedy(rows: int, held: int, total: int) -> str:
         return "add a worker; more rows would soon lack memory"
     if rows and held:
         fitting = int(_SAFE_MEMORY * total * rows / held)
-        return f"{remedies.ROWS} (at the present lengths, memory has room for about {fitting} rows)"
+        return f"{remedies.ROWS} (at the present lengths, memory has room for about {_count(fitting, 'row')})"
     return remedies.ROWS
 
 

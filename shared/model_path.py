@@ -9,6 +9,8 @@ DEMO_MODEL = "demo"
 DEMO_DRAFT = "demo-draft"
 """Name of the draft model for `DEMO_MODEL`, which also ships with Quire."""
 
+_WEIGHTS = (".gguf", ".safetensors", ".bin", ".pt", ".pth")
+"""File names with these suffixes are not hub ids."""
 _EMBEDDED = {DEMO_MODEL: "demo_model", DEMO_DRAFT: "demo_draft"}
 
 
@@ -29,6 +31,10 @@ def resolve_model(model: str, *, weights: bool) -> Path:
         if not (path / "config.json").is_file():
             raise ConfigError(f"model: {path} contains no config.json; use the folder of a Hugging Face checkpoint")
         return path
+    if path.is_file():
+        raise ConfigError(f"model: {model} is a file; specify its folder, with config.json and tokenizer.json in it")
+    if path.suffix in _WEIGHTS:
+        raise ConfigError(f"model: file {model} does not exist; use a checkpoint folder or a hub id")
     if path.is_absolute() or model.startswith(".") or model.count("/") != 1:
         raise ConfigError(f"model: folder {model} does not exist; use 'demo', a checkpoint folder or a hub id")
     return _from_hub(model, weights=weights)

@@ -1,7 +1,7 @@
 """A quantised checkpoint gives the logits of the same checkpoint with dequantised weights."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -342,6 +342,16 @@ def test_a_quantised_checkpoint_can_be_quantised_again(tmp_path: Path) -> None:
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "the GPTQ format marlin"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "the AWQ version gemv"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "FP8 in e5m2"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "not valid for fp8: .*; correct"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "a block of 0 x 128 weights is not possible; correct"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "int-quantized",
+                "config_groups": {"group_0": {"targets": ["re:("], "weights": {"num_bits": 8}}},
+            },
+            "not valid for compressed-tensors: missing \\), .*; correct",
+        ),
         ({"quant_method": "fp8"}, "the checkpoint has no quantised weight; remove the field"),
         ({"quant_method": "gptq"}, "not valid for gptq: 'bits'; correct"),
         (
@@ -385,6 +395,70 @@ def test_tensors_that_do_not_match_the_config_are_refused(tmp_path: Path) -> Non
     edit_config(pair.quantised, lambda values: values["quantization_config"].update(group_size=64))
     with pytest.raises(ConfigError, match=r"model\.layers\.\d.*does not match quantization_config"):
         load(pair.quantised)
+
+
+def first_set(tensor: torch.Tensor, value: float) -> torch.Tensor:
+    """Return a tensor with another first element."""
+    changed = tensor.float().clone()
+    changed.view(-1)[0] = value
+    return changed.to(tensor.dtype)
+
+
+DAMAGES: list[tuple[str, str, Callable[[torch.Tensor], torch.Tensor | None], str]] = [
+    (
+        "ct-fp8-channel",
+        "weight_scale",
+        lambda _: None,
+        "weight_scale, which its quantised weight needs; use a complete",
+    ),
+    ("fp8-block", "weight_scale_inv", lambda _: None, "weight_scale, which its quantised weight needs; use a complete"),
+    (
+        "modelopt-nvfp4",
+        "weight_scale",
+        lambda _: None,
+        "weight_scale, which its quantised weight needs; use a complete",
+    ),
+    ("ct-fp8-tensor", "weight_scale", lambda x: first_set(x, torch.nan), "a scale is not a finite number; use"),
+    ("ct-int4", "weight_scale", lambda x: first_set(x, torch.inf), "a scale is not a finite number; use"),
+    ("ct-nvfp4", "weight_scale", lambda x: first_set(x, torch.nan), "a scale is not a finite number; use"),
+    ("ct-mxfp4", "weight_scale", lambda x: first_set(x, 255), "a scale is not a finite number; use"),
+    ("ct-nvfp4", "weight_global_scale", torch.zeros_like, "division by zero; use"),
+    ("ct-nvfp4", "weight_global_scale", lambda _: None, "weight_global_scale, which its quantised weight needs; use"),
+    ("ct-nvfp4", "weight_global_scale", torch.Tensor.int, "which is not a floating-point type; use"),
+    ("ct-nvfp4", "weight_scale", lambda x: x.view(torch.uint8), "scales in e8m0 for groups of 16, not 32; use"),
+    ("fp8-block", "weight_scale_inv", lambda x: x[:1], "do not match a weight .* in blocks .*; use"),
+    ("modelopt-nvfp4", "weight_scale_2", lambda x: first_set(x, torch.nan), "a scale is not a finite number; use"),
+    ("ct-int8-channel", "weight_scale", lambda x: x.new_zeros(0), r"scales \(0, 1\) are not matrices; use"),
+    ("ct-int8-channel", "weight_scale", lambda x: x.t().contiguous(), "with a scale per output or tensor; use"),
+    ("ct-int8-channel", "weight_scale", lambda x: x[:4].contiguous(), "with a scale per output or tensor; use"),
+    ("ct-int8-channel", "weight_scale", torch.Tensor.int, "which is not a floating-point type; use"),
+    ("ct-int8-packed", "weight_packed", lambda x: x.flatten(), "does not match quantization_config .*; use"),
+    ("ct-int4", "weight_packed", lambda x: x.flatten(), "does not match quantization_config .*; use"),
+    ("ct-int4", "weight_shape", lambda x: x[:1], "does not match quantization_config .*; use"),
+    ("ct-int4", "weight_packed", lambda x: x[:, 1:].contiguous(), "does not match quantization_config .*; use"),
+    ("gptq-int4-order", "g_idx", lambda x: first_set(x, -1), "the groups of the 128 inputs must be from 0 to 3; use"),
+    ("gptq-int4", "qzeros", lambda x: x[:, 1:].contiguous(), "zero points .* do not match scales .*; use"),
+    ("awq", "qweight", torch.Tensor.long, "packed codes have the type torch.int64, not int32; use"),
+]
+"""Layout, part of a layer, change of this part (None: it is missing), and the line that refuses the checkpoint."""
+
+
+@pytest.mark.parametrize(
+    ("layout", "part", "change", "message"), DAMAGES, ids=[f"{each[0]}-{each[1]}-{n}" for n, each in enumerate(DAMAGES)]
+)
+def test_damaged_layers_are_refused(
+    layout: str, part: str, change: Callable[[torch.Tensor], torch.Tensor | None], message: str, tmp_path: Path
+) -> None:
+    """A missing part, wrong shapes and types, and scales that are not finite are one line, which names the layer."""
+    folder = make_pair(layout, tmp_path, num_hidden_layers=1).quantised
+    file, name = folder / "model.safetensors", f"model.layers.0.self_attn.q_proj.{part}"
+    tensors = load_file(file)
+    changed = change(tensors.pop(name))
+    save_file(tensors if changed is None else tensors | {name: changed}, file, {"format": "pt"})
+
+    with pytest.raises(ConfigError, match=f"^model: .*q_proj.*{message}") as refused:
+        load(folder)
+    assert "\n" not in str(refused.value)
 
 
 def test_gguf_files_that_cannot_be_served_are_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from checks.driver import CPU, make_engine
 from measure.testbed.checkpoints import edit_config, make_checkpoint
 from shared.config import ConfigError, WorkerConfig
 from worker_svc.device.choice import choose_device
-from worker_svc.model.loader import load_model
+from worker_svc.model.loader import describe_model, load_model
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,
@@ -65,6 +65,24 @@ def test_an_unfit_architecture_is_named(
     assert line.startswith(f"model: {architecture} is not supported: ")
     assert why in line
     assert "LlamaForCausalLM" in line
+
+
+def test_a_class_with_a_cache_of_its_own_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
+    """MiniMax-Text-01 has hundreds of gigabytes."""
+    folder = write_config(tmp_path, "MiniMaxForCausalLM", "MiniMaxConfig", **SMALL, num_key_value_heads=2)
+
+    with pytest.raises(ConfigError, match=r"MiniMaxForCausalLM is not supported: .* needs a cache of its own; use"):
+        describe_model(WorkerConfig(model=str(folder), load_format="random"), CPU)
+
+
+def test_a_file_instead_of_a_folder_is_refused(tmp_path: Path) -> None:
+    """The path of a weight file is not taken for a hub id, whether the file exists or not."""
+    file = tmp_path / "tiny.Q4_0.gguf"
+    file.touch()
+
+    assert "is a file; specify its folder" in refusal(file)
+    for missing in ("models/none.gguf", str(tmp_path / "none.safetensors")):
+        assert f"model: file {missing} does not exist; use a checkpoint folder" in refusal(Path(missing))
 
 
 def test_layers_with_a_past_of_an_unknown_kind_are_refused(tmp_path: Path) -> None:

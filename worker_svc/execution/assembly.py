@@ -179,7 +179,7 @@ def _count_states(config: WorkerConfig, model: Model, max_rows: int, device: tor
     fitting, least = share // model.state_bytes, config.max_num_seqs or 1
     if fitting < least:
         raise ConfigError(
-            f"{setting}: the recurrent state of {least} rows takes {least * model.state_bytes:,} bytes, but there are"
+            f"{setting}: the recurrent state of {_rows(least)} takes {least * model.state_bytes:,} bytes, but there are"
             f" {share:,} for it; raise it{', or lower max_num_seqs' if config.max_num_seqs else ''}"
         )
     rows = min(max_rows, fitting)
@@ -190,7 +190,7 @@ def _count_states(config: WorkerConfig, model: Model, max_rows: int, device: tor
     elif checkpoints * model.state_bytes > left:
         raise ConfigError(
             f"state_checkpoints: {checkpoints} take {checkpoints * model.state_bytes:,} bytes, but"
-            f" {setting} leaves {max(0, left):,} beside the states of {rows} rows; lower one of them"
+            f" {setting} leaves {max(0, left):,} beside the states of {_rows(rows)}; lower one of them"
         )
     get_logger().info(
         "rows have recurrent state",
@@ -200,6 +200,10 @@ def _count_states(config: WorkerConfig, model: Model, max_rows: int, device: tor
         setting=setting,
     )
     return rows, checkpoints
+
+
+def _rows(number: int) -> str:
+    return f"{number} row{'' if number == 1 else 's'}"
 
 
 def _load_draft_model(

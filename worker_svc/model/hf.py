@@ -35,6 +35,8 @@ _LAYERS = {
     *("dummy", "mlp", "moe"),
 }
 """Kinds of layers whose past is keys and values, recurrent state, an index or nothing."""
+_OWN_CACHE = ("minimax",)
+"""Model types whose class refuses every cache but its own, in its forward pass."""
 
 
 def load(
@@ -166,6 +168,8 @@ def check_class(architecture: str, config: PretrainedConfig) -> None:
         raise _refusal(architecture, "this version of transformers has no decoder of this name")
     if name != architecture and (text is config or architecture not in _TEXT_OF):
         raise _refusal(architecture, f"the decoder of model_type {config.model_type} is {name}")
+    if text.model_type in _OWN_CACHE:
+        raise _refusal(architecture, "its class in transformers needs a cache of its own")
     others = set(getattr(text, "layer_types", None) or ()) - _LAYERS
     if others:
         raise _refusal(architecture, f"its layers have a past of an unknown kind ({', '.join(sorted(others))})")

@@ -6,6 +6,7 @@ of a GGUF file has the bytes of the file, and one in e2m1 those of the checkpoin
 are dequantised.
 """
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -46,6 +47,8 @@ OTHER_PARTS = frozenset(
     }
 )
 """Last parts of the names of all other tensors of a quantised layer."""
+_E8M0_GROUP = 32
+"""Inputs that share a scale in MXFP4."""
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Position of each of the eight outputs in an AWQ word."""
 
@@ -205,13 +208,13 @@ def read_weight(layer: str, tensors: Mapping[str, torch.Tensor], scheme: Scheme)
         ConfigError: a tensor is missing, or its shape does not match the others.
     """
     try:
-        return _CHECKED[scheme.layout](tensors, scheme)
+        return _READERS[scheme.layout](tensors, scheme)
     except KeyError as error:
         raise ConfigError(
             f"model: the checkpoint lacks {layer}.{error.args[0]}, which its quantised weight needs; use a complete"
             " checkpoint"
         ) from None
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, TypeError, IndexError, ZeroDivisionError) as error:
         raise ConfigError(
             f"model: the quantised weight {layer} does not match quantization_config in config.json:"
             f" {str(error).splitlines()[0]}; use a checkpoint that matches config.json"
@@ -393,7 +396,7 @@ def _plain(tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> QuantisedWeig
 
 
 def _compressed(tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> QuantisedWeight:
-    outputs, inputs = (int(size) for size in tensors["weight_shape"].tolist())
+    outputs, inputs = map(int, tensors["weight_shape"].flatten().tolist())
     scales, offset = tensors["weight_scale"], 1 << (scheme.bits - 1)
     codes = _fields(tensors["weight_packed"], scheme.bits)[:, :inputs].short() - offset
     if codes.shape != (outputs, inputs):
@@ -433,22 +436,31 @@ def _fp4(tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> StoredWeight:
     else:
         codes = tensors["weight"] if "weight" in tensors else tensors["weight_packed"]
         scales = tensors["weight_scale"]
-    factor = 1.0
-    if "weight_scale_2" in tensors:
-        factor = float(tensors["weight_scale_2"])
-    elif "weight_global_scale" in tensors:
-        factor = 1 / float(tensors["weight_global_scale"])
     if codes.dtype != torch.uint8 or scales.dtype not in (torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu):
         raise ValueError(f"codes and scales have the types {codes.dtype} and {scales.dtype}")
-    if scales.shape != (*codes.shape[:-1], 2 * codes.shape[-1] // scheme.group_size):
+    if codes.dim() < 2 or scales.shape != (*codes.shape[:-1], 2 * codes.shape[-1] // scheme.group_size):
         raise ValueError(
             f"scales {tuple(scales.shape)} do not match codes {tuple(codes.shape)} in groups of {scheme.group_size}"
         )
     scale_type = Scales.E4M3 if scales.dtype == torch.float8_e4m3fn else Scales.E8M0
-    return Fp4Weight(codes, scales.view(torch.uint8), scale_type, factor)
+    factor = 1.0
+    if scale_type is Scales.E4M3:
+        inverse = "weight_scale_2" not in tensors
+        whole = tensors["weight_global_scale" if inverse else "weight_scale_2"]
+        if not whole.is_floating_point():
+            raise ValueError(f"its global scale has the type {whole.dtype}, which is not a floating-point type")
+        factor = 1 / float(whole) if inverse else float(whole)
+    elif scheme.group_size != _E8M0_GROUP:
+        raise ValueError(f"scales in e8m0 for groups of {scheme.group_size}, not {_E8M0_GROUP}")
+    scales = scales.view(torch.uint8)
+    # The codes for NaN are 255 in e8m0, and 127 with any sign in e4m3.
+    not_finite = scales == 255 if scale_type is Scales.E8M0 else scales & 127 == 127
+    if bool(not_finite.any()) or not math.isfinite(factor):
+        raise ValueError("a scale is not a finite number")
+    return Fp4Weight(codes, scales, scale_type, factor)
 
 
-_CHECKED: dict[Layout, Callable[[Mapping[str, torch.Tensor], Scheme], StoredWeight]] = {
+_READERS: dict[Layout, Callable[[Mapping[str, torch.Tensor], Scheme], StoredWeight]] = {
     Layout.PLAIN: _plain,
     Layout.PACKED: _compressed,
     Layout.GPTQ: _gptq,
@@ -477,12 +489,22 @@ def _consistent(
     Raises:
         ValueError: the shapes do not match.
     """
+    if codes.dim() != 2 or scales.dim() != 2 or not codes.numel() or not scales.numel():
+        raise ValueError(f"codes {tuple(codes.shape)} and scales {tuple(scales.shape)} are not matrices")
     outputs, inputs = codes.shape
     rows, groups = scales.shape
+    if not scales.is_floating_point():
+        raise ValueError(f"scales have the type {scales.dtype}, which is not a floating-point type")
+    if not bool(scales.float().isfinite().all()):
+        raise ValueError("a scale is not a finite number")
+    if scheme.block is None and not scheme.group_size and (groups > 1 or rows not in (1, outputs)):
+        raise ValueError(
+            f"scales {(rows, groups)} do not match a weight {(outputs, inputs)} with a scale per output or tensor"
+        )
     high, wide = scheme.block or (-(-outputs // rows), scheme.group_size or -(-inputs // groups))
-    if groups == 1:
+    if groups == 1 and (rows == 1 or scheme.block is None):
         wide = max(wide, inputs)
-    if rows == 1:
+    if rows == 1 and (groups == 1 or scheme.block is None):
         high = max(high, outputs)
     if (rows, groups) != (-(-outputs // high), -(-inputs // wide)):
         raise ValueError(f"scales {(rows, groups)} do not match a weight {(outputs, inputs)} in blocks {(high, wide)}")

@@ -102,7 +102,7 @@ def read_quantisation(folder: Path) -> Quantisation | None:
         )
     try:
         return Quantisation(method, reader(raw))
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+    except (TypeError, ValueError, KeyError, AttributeError, IndexError, re.error) as error:
         raise ConfigError(
             f"model: quantization_config of config.json is not valid for {method}: {_first_line(error)}; correct it, or"
             " use another checkpoint"
@@ -126,7 +126,9 @@ def _compressed_tensors(raw: Mapping[str, Any]) -> tuple[tuple[str, Scheme], ...
             continue
         stored = group.format or parsed.format
         scheme = _of_arguments(str(getattr(stored, "value", stored)), group.weights)
-        rules += [(target, scheme) for target in group.targets]
+        for target in group.targets:
+            re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
+            rules.append((target, scheme))
     # A target that matches a layer name has precedence over one that matches a class.
     return tuple(sorted(rules, key=lambda rule: _is_class(rule[0])))
 
@@ -134,7 +136,7 @@ def _compressed_tensors(raw: Mapping[str, Any]) -> tuple[tuple[str, Scheme], ...
 def _of_arguments(stored: str, weights: Any) -> Scheme:
     """Return the scheme for one group of layers, from `QuantizationArgs`."""
     bits, is_float = int(weights.num_bits), str(weights.type) == "float"
-    block = tuple(weights.block_structure) if weights.block_structure else None
+    block = _block(weights.block_structure)
     group_size = weights.group_size if isinstance(weights.group_size, int) and weights.group_size > 0 else 0
     if stored == "pack-quantized" and bits in (4, 8) and not is_float:
         return Scheme(layout=Layout.PACKED, bits=bits, group_size=group_size)
@@ -175,9 +177,7 @@ def _awq(raw: Mapping[str, Any]) -> tuple[tuple[str, Scheme], ...]:
 def _fp8(raw: Mapping[str, Any]) -> tuple[tuple[str, Scheme], ...]:
     if str(raw.get("fmt", "e4m3")) != "e4m3":
         raise _unsupported(f"FP8 in {raw['fmt']}")
-    size = raw.get("weight_block_size")
-    block = (int(size[0]), int(size[1])) if size else None
-    return (("", Scheme(layout=Layout.PLAIN, bits=8, block=block)),)
+    return (("", Scheme(layout=Layout.PLAIN, bits=8, block=_block(raw.get("weight_block_size")))),)
 
 
 def _mxfp4(raw: Mapping[str, Any]) -> tuple[tuple[str, Scheme], ...]:
@@ -203,6 +203,20 @@ _READERS = {
     "modelopt": _modelopt,
     "modelopt-fp4": _modelopt,
 }
+
+
+def _block(size: Any) -> tuple[int, int] | None:
+    """Return the outputs and inputs of a block; None if there are no blocks.
+
+    Raises:
+        ValueError: these are not two positive numbers.
+    """
+    if not size:
+        return None
+    high, wide = map(int, size)
+    if high <= 0 or wide <= 0:
+        raise ValueError(f"a block of {high} x {wide} weights is not possible")
+    return high, wide
 
 
 def _four_or_eight(bits: object) -> int:

@@ -230,8 +230,14 @@ def read_tensors(
                 continue
             if quantised and quantisation is not None:
                 yield plain, _read_layer(layer, places, value, quantisation)
-            else:
-                yield plain, value(name)
+                continue
+            tensor = value(name)
+            if quantisation is not None and part == "weight" and tensor.element_size() == 1:
+                raise ConfigError(
+                    f"model: the checkpoint lacks {layer}.{SCALES[0]}, which its quantised weight needs; use a complete"
+                    " checkpoint"
+                )
+            yield plain, tensor
 
 
 def _has_other_media(folder: Path) -> bool:

@@ -81,7 +81,8 @@ class AdmissionControl:
             return full._replace(retry_ms=self._forecast_retry_ms(request, num_competing, now))
         self._predict(request, num_competing, now)
         if not request.accepted and self._misses_its_deadline(request, num_competing, now):
-            message = f"the deadline cannot be met: {num_competing} requests wait; allow more time or try again later"
+            waiting = "1 request waits" if num_competing == 1 else f"{num_competing} requests wait"
+            message = f"the deadline cannot be met: {waiting}; allow more time or try again later"
             return TurnedAway(EndReason.DEADLINE, message, _retry_ms(request))
         return None
 
