@@ -12,13 +12,15 @@ Experts may have biases and a clamped activation (gpt-oss, `kernels.activation.C
 ``p`` is the softmax of the logits. The experts with the largest p are chosen. With ``renormalise``, their p values are
 divided by their sum.
 
-The T · top_k (token, expert) *pairs* are sorted by expert, which makes each expert's rows adjacent. One kernel launch
-then computes the products for all experts (a *grouped* product). The first grouped product reads one row per token; the
-second writes one row per pair. The number of rows per expert stays on the device: the grid is large enough for every
-distribution, and programs without rows return at once. The shapes therefore do not depend on the routing, and a step
-can be captured in a CUDA graph. No token is dropped.
+One kernel chooses the experts of all tokens. A second one sorts the T · top_k (token, expert) *pairs* by expert, which
+makes each expert's rows adjacent. One kernel launch then computes the products for all experts (a *grouped* product).
+The first grouped product reads one row per token; the second writes one row per pair. The number of rows per expert
+stays on the device: the grid is large enough for every distribution, and programs without rows return at once. The
+shapes therefore do not depend on the routing, and a step can be captured in a CUDA graph. No token is dropped.
 
-A pair's result does not depend on the other rows. A token's sum adds its experts in the order of their p. On a CPU the
+With few pairs, the inputs of a product are divided among several programs, and another kernel adds the parts. The
+number of parts depends on the sizes of the weights and on whether there are at most 32 pairs, so a pair's result does
+not depend on the other rows within either range. A token's sum adds its experts in the order of their p. On a CPU the
 worker calls `kernels.decoder` instead; this module's CPU path is the reference.
 """
 
@@ -33,10 +35,13 @@ from kernels import weight_only
 from kernels._dispatch import architecture, next_power_of_2, runs_on_triton
 from kernels.activation import ClampedSwiglu, gated, gated_reference
 from kernels.fp8_linear import DEEP, Fp8Weight, fp8_linear_reference, quantise_rows, tile_outputs
-from kernels.weight_only import WeightOnly, kernel_options, weight_only_linear_reference
+from kernels.weight_only import WeightOnly, add_splits, kernel_options, num_splits, weight_only_linear_reference
 
 ExpertWeights = torch.Tensor | WeightOnly | Fp8Weight
 """Matrices of one layer of all experts: ``[num_experts, outputs, inputs]``, perhaps quantised."""
+_FEW_PAIRS = 32
+"""Up to this number of pairs, the inputs of a product may be divided among programs."""
+_SORTED_AT_A_TIME = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +49,9 @@ class Pairs:
     """The (token, expert) pairs, sorted by expert."""
 
     order: torch.Tensor
-    """``[T * top_k] int64``: for each pair, token · top_k + the rank of the expert among the token's choices."""
+    """``[T * top_k] int32``: for each pair, token · top_k + the rank of the expert among the token's choices."""
     starts: torch.Tensor
-    """``[num_experts + 1] int64``: the pairs of expert e are ``starts[e] .. starts[e + 1]``."""
+    """``[num_experts + 1] int32``: the pairs of expert e are ``starts[e] .. starts[e + 1]``."""
     top_k: int
 
 
@@ -70,18 +75,19 @@ def mix_experts(
     """Compute the mixture of experts for every token (shapes and rules: see the module)."""
     if not runs_on_triton(x):
         return mix_experts_reference(x, logits, layers, top_k=top_k, renormalise=renormalise)
+    if not len(x):
+        return torch.empty_like(x)
     weights, experts = route(logits, top_k, renormalise)
     pairs = sort_pairs(experts, logits.shape[1])
     inner = gated(_grouped_product(x, layers.gate_up, layers.gate_up_bias, pairs, None), layers.clamped)
-    outputs = _grouped_product(inner, layers.down, layers.down_bias, pairs, weights)
-    return outputs.view(x.shape[0], top_k, -1).sum(1)
+    return _grouped_product(inner, layers.down, layers.down_bias, pairs, weights)
 
 
 def mix_experts_reference(
     x: torch.Tensor, logits: torch.Tensor, layers: ExpertLayers, *, top_k: int, renormalise: bool
 ) -> torch.Tensor:
     """Plain torch form of `mix_experts`, expert by expert, which is also the CPU path."""
-    weights, experts = route(logits, top_k, renormalise)
+    weights, experts = route_reference(logits, top_k, renormalise)
     out = torch.zeros_like(x)
     for number in range(logits.shape[1]):
         tokens, choices = (experts == number).nonzero(as_tuple=True)
@@ -106,17 +112,50 @@ def _product_reference(
 def route(logits: torch.Tensor, top_k: int, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the weights and the indices of each token's experts, each ``[T, top_k]``, the largest weight first.
 
-    The weights are float32, or float64 for float64 logits.
+    The weights are float32, or float64 for float64 logits. The indices are int32.
     """
+    if not runs_on_triton(logits):
+        return route_reference(logits, top_k, renormalise)
+    from kernels.gpu.experts import route_kernel
+
+    num_tokens, num_experts = logits.shape
+    weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
+    chosen = torch.empty(num_tokens, top_k, dtype=torch.int32, device=logits.device)
+    tile = next_power_of_2(num_experts)
+    tall = max(1, min(16, 512 // tile))
+    route_kernel[(-(-num_tokens // tall),)](
+        logits.contiguous(),
+        weights,
+        chosen,
+        num_tokens,
+        num_experts,
+        TOP_K=top_k,
+        CHOICES=next_power_of_2(top_k),
+        EXPERTS=tile,
+        RENORMALISE=renormalise,
+        TALL=tall,
+        num_warps=4,
+    )
+    return weights, chosen
+
+
+def route_reference(logits: torch.Tensor, top_k: int, renormalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plain torch form of `route`, which is also the CPU path."""
     probabilities = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
     weights, experts = probabilities.topk(top_k, dim=-1)
-    return (weights / weights.sum(-1, keepdim=True) if renormalise else weights), experts
+    return (weights / weights.sum(-1, keepdim=True) if renormalise else weights), experts.int()
 
 
 def sort_pairs(experts: torch.Tensor, num_experts: int) -> Pairs:
-    """Sort the (token, expert) pairs given by ``experts`` ``[T, top_k]`` by expert, on the device."""
-    found, order = experts.flatten().sort(stable=True)
-    starts = torch.searchsorted(found, torch.arange(num_experts + 1, device=experts.device))
+    """Sort the (token, expert) pairs given by ``experts`` ``[T, top_k]`` int32 by expert, on a GPU."""
+    from kernels.gpu.experts import sort_pairs_kernel
+
+    num_pairs = experts.numel()
+    order = torch.empty(num_pairs, dtype=torch.int32, device=experts.device)
+    starts = torch.empty(num_experts + 1, dtype=torch.int32, device=experts.device)
+    sort_pairs_kernel[(num_experts + 1,)](
+        experts, order, starts, num_pairs, num_experts, SIZE=_SORTED_AT_A_TIME, num_warps=4
+    )
     return Pairs(order, starts, experts.shape[1])
 
 
@@ -130,96 +169,88 @@ def _grouped_product(
     """Multiply each expert's rows by the expert's matrix, and add the expert's bias.
 
     Without ``factors``, ``x`` has a row per token, and the result has a row per pair in sorted order. With ``factors``
-    ``[T, top_k]``, ``x`` has a row per pair in sorted order, and row token · top_k + choice of the result is multiplied
-    by the pair's factor.
+    ``[T, top_k]``, ``x`` has a row per pair in sorted order, and the result has a row per token: the sum of the
+    token's pairs, each multiplied by its factor.
     """
     from kernels.gpu.experts import fp8_experts_kernel, grouped_product_kernel, weight_only_experts_kernel
 
     num_experts, num_pairs = len(pairs.starts) - 1, pairs.order.shape[0]
     outputs = weight.shape[1] if isinstance(weight, torch.Tensor) else weight.outputs
     inputs = x.shape[1]
-    out = torch.empty(num_pairs, outputs, dtype=x.dtype, device=x.device)
     tall = _tile_rows(num_pairs, num_experts)
     if isinstance(weight, Fp8Weight):
         tall = min(tall, 64)
+        wide, step, num_warps = tile_outputs(weight, tall), DEEP, 4
+    elif isinstance(weight, WeightOnly):
+        wide = 64 if tall == 16 or x.dtype == torch.float32 else weight_only.tile_outputs(x)
+        step, num_warps = weight_only.CHUNK, 8 if tall > 16 else 4
+    else:
+        wide, step = (64, 32) if x.dtype == torch.float32 else (128, 64)
+        num_warps = 8 if tall > 32 else 4
     # Each expert with rows has at most one partial tile.
-    num_tiles = num_pairs // tall + min(num_experts, num_pairs)
-    rows = (pairs.order, pairs.starts, out)
+    num_tiles, across = num_pairs // tall + min(num_experts, num_pairs), -(-outputs // wide)
+    steps = -(-inputs // step)
+    per_split = steps
+    if num_pairs <= _FEW_PAIRS:
+        per_split = -(-steps // num_splits(x, pairs.top_k * across, steps))
+    splits = -(-steps // per_split)
+    out = torch.empty(splits, num_pairs, outputs, dtype=x.dtype if splits == 1 else torch.float32, device=x.device)
+    grid = (num_tiles, across, splits)
+    rows = (bias, factors, pairs.order, pairs.starts, out, num_pairs, num_experts, outputs, inputs)
     options = {
         "TOP_K": pairs.top_k,
         "EXPERTS": next_power_of_2(num_experts),
         "SCATTERS": factors is not None,
         "TALL": tall,
+        "WIDE": wide,
+        "num_warps": num_warps,
     }
     if isinstance(weight, Fp8Weight):
         high, block = weight.block
         group = min(block, inputs)
         codes, scales = quantise_rows(x.contiguous(), group)
-        wide = tile_outputs(weight, tall)
-        fp8_experts_kernel[(num_tiles, -(-outputs // wide))](
+        fp8_experts_kernel[grid](
             codes,
             scales,
             weight.codes,
             weight.scales,
-            bias,
-            factors,
             *rows,
-            num_experts,
-            outputs,
-            inputs,
+            per_split * DEEP,
             inputs // group,
             weight.scales.shape[1],
             **options,
             GROUP=0 if group == inputs else group,
             HIGH=high,
             NATIVE=architecture(x) >= 89,
-            WIDE=wide,
             DEEP=DEEP,
-            num_warps=4,
             num_stages=4 if tall == 16 else 3,
         )
-        return out
-    if isinstance(weight, WeightOnly):
-        wide = 64 if tall == 16 or x.dtype == torch.float32 else weight_only.tile_outputs(x)
-        weight_only_experts_kernel[(num_tiles, -(-outputs // wide))](
+    elif isinstance(weight, WeightOnly):
+        weight_only_experts_kernel[grid](
             x,
             weight.codes,
             weight.scales,
             weight.zeros,
             weight.factors,
-            bias,
-            factors,
             *rows,
+            per_split,
             x.stride(0),
-            num_experts,
-            outputs,
-            inputs,
             weight.codes.stride(1),
             weight.scales.shape[1],
             **options,
             **kernel_options(weight, x),
-            WIDE=wide,
-            num_warps=8 if tall > 16 else 4,
             num_stages=3 if tall > 16 else 4,
         )
-        return out
-    wide, deep = (64, 32) if x.dtype == torch.float32 else (128, 64)
-    grouped_product_kernel[(num_tiles, -(-outputs // wide))](
-        x,
-        weight,
-        bias,
-        factors,
-        *rows,
-        x.stride(0),
-        num_experts,
-        outputs,
-        inputs,
-        **options,
-        WIDE=wide,
-        DEEP=deep,
-        num_warps=8 if tall > 32 else 4,
-    )
-    return out
+    else:
+        grouped_product_kernel[grid](x, weight, *rows, per_split * step, x.stride(0), **options, DEEP=step)
+    if factors is None and splits == 1:
+        return out[0]
+    if splits == 1:
+        return out.view(-1, pairs.top_k, outputs).sum(1)
+    choices = 1 if factors is None else pairs.top_k
+    added = torch.empty(num_pairs // choices, outputs, dtype=x.dtype, device=x.device)
+    add_splits(out, None, added, choices)
+    return added
 
 
 def _tile_rows(num_pairs: int, num_experts: int) -> int:

@@ -229,6 +229,11 @@ class _Tiles:
     num_stages: int
 
 
+def num_splits(x: torch.Tensor, programs: int, chunks: int) -> int:
+    """Return the number of parts of the inputs: two programs per multiprocessor, each with at least four chunks."""
+    return max(1, min(2 * num_multiprocessors(x) // programs, chunks // 4, 16))
+
+
 def tile_outputs(x: torch.Tensor) -> int:
     """Return the outputs of a large tile.
 
@@ -242,10 +247,7 @@ def _tiles(x: torch.Tensor, weight: WeightOnly) -> _Tiles:
     chunks = -(-weight.inputs // CHUNK)
     if rows <= FEW_ROWS:
         wide = 64
-        programs = -(-weight.outputs // wide)
-        # Two programs per multiprocessor, each with at least four chunks.
-        splits = max(1, min(2 * num_multiprocessors(x) // programs, chunks // 4, 16))
-        return _Tiles(16, wide, splits, 4, 4)
+        return _Tiles(16, wide, num_splits(x, -(-weight.outputs // wide), chunks), 4, 4)
     if x.dtype == torch.float32:
         return _Tiles(32, 64, 1, 4, 2)
     wide = tile_outputs(x)
@@ -253,7 +255,7 @@ def _tiles(x: torch.Tensor, weight: WeightOnly) -> _Tiles:
 
 
 def _launch(x: torch.Tensor, weight: WeightOnly, bias: torch.Tensor | None) -> torch.Tensor:
-    from kernels.gpu.weight_only import add_splits_kernel, weight_only_kernel
+    from kernels.gpu.weight_only import weight_only_kernel
 
     rows, outputs = x.shape[0], weight.outputs
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
@@ -285,11 +287,29 @@ def _launch(x: torch.Tensor, weight: WeightOnly, bias: torch.Tensor | None) -> t
         num_stages=tiles.num_stages,
     )
     if splits > 1:
-        count = rows * outputs
-        add_splits_kernel[(-(-count // 1024),)](
-            partial, bias, out, count, outputs, SPLITS=splits, SIZE=1024, num_warps=4
-        )
+        add_splits(partial, bias, out)
     return out
+
+
+def add_splits(partial: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, choices: int = 1) -> None:
+    """Write the sums of the parts ``[splits, rows * choices, outputs]`` float32 and the bias to ``[rows, outputs]``.
+
+    The choices of a row are added up, too.
+    """
+    from kernels.gpu.weight_only import add_splits_kernel
+
+    count = out.numel()
+    add_splits_kernel[(-(-count // 1024),)](
+        partial,
+        bias,
+        out,
+        count,
+        out.shape[1],
+        SPLITS=partial.shape[0],
+        CHOICES=choices,
+        SIZE=1024,
+        num_warps=4,
+    )
 
 
 def kernel_options(weight: WeightOnly, x: torch.Tensor) -> dict[str, int]:

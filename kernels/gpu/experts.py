@@ -4,9 +4,77 @@
 
 from __future__ import annotations
 
-from kernels._triton import jit, kernel, tl
+from kernels._triton import jit, kernel_with, tl
 from kernels.gpu.fp8_linear import multiply_blocks
 from kernels.gpu.weight_only import multiply_chunks
+
+
+@kernel_with(varying=("num_tokens",))
+def route_kernel(
+    logits_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    experts_ptr: tl.tensor,
+    num_tokens: tl.tensor,
+    num_experts: tl.tensor,
+    TOP_K: tl.constexpr,
+    CHOICES: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    TALL: tl.constexpr,
+) -> None:
+    """Choose the experts of some tokens per program. Of equal logits, the first one is chosen first.
+
+    If a logit is not finite, the token's weights are NaN, and its experts are valid.
+    """
+    token, expert, choice = tl.program_id(0) * TALL + tl.arange(0, TALL), tl.arange(0, EXPERTS), tl.arange(0, CHOICES)
+    is_token = (token < num_tokens)[:, None]
+    is_expert = (expert < num_experts)[None, :]
+    place = token.to(tl.int64)[:, None] * num_experts + expert[None, :]
+    logits = tl.load(logits_ptr + place, mask=is_token & is_expert, other=0.0).to(tl.float32)
+    logits = tl.where(is_expert, logits, -float("inf"))
+    left = tl.exp(logits - tl.max(logits, 1)[:, None])
+    total = tl.sum(left, 1)[:, None]
+    weights = tl.zeros([TALL, CHOICES], dtype=tl.float32)
+    experts = tl.zeros([TALL, CHOICES], dtype=tl.int32)
+    for rank in range(TOP_K):
+        best = tl.max(left, 1)[:, None]
+        found = tl.min(tl.where(left == best, expert[None, :], num_experts - 1), 1)[:, None]
+        weights = tl.where(choice[None, :] == rank, best, weights)
+        experts = tl.where(choice[None, :] == rank, found, experts)
+        left = tl.where(expert[None, :] == found, -1.0, left)
+    weights /= total
+    if RENORMALISE:
+        weights /= tl.sum(weights, 1)[:, None]
+    place = token.to(tl.int64)[:, None] * TOP_K + choice[None, :]
+    is_choice = is_token & (choice < TOP_K)[None, :]
+    tl.store(weights_ptr + place, weights, mask=is_choice)
+    tl.store(experts_ptr + place, experts, mask=is_choice)
+
+
+@kernel_with(varying=("num_pairs",))
+def sort_pairs_kernel(
+    experts_ptr: tl.tensor,
+    order_ptr: tl.tensor,
+    starts_ptr: tl.tensor,
+    num_pairs: tl.tensor,
+    num_experts: tl.tensor,
+    SIZE: tl.constexpr,
+) -> None:
+    """Find the pairs of one expert per program, in order; one more program counts all pairs."""
+    own, place = tl.program_id(0), tl.arange(0, SIZE)
+    counts = tl.zeros([SIZE], dtype=tl.int32)
+    for first in range(0, num_pairs, SIZE):
+        found = tl.load(experts_ptr + first + place, mask=first + place < num_pairs, other=num_experts)
+        counts += (found < own).to(tl.int32)
+    begin = tl.sum(counts, 0)
+    tl.store(starts_ptr + own, begin)
+    for first in range(0, num_pairs, SIZE):
+        inside = first + place < num_pairs
+        found = tl.load(experts_ptr + first + place, mask=inside, other=num_experts)
+        is_own = (found == own) & inside
+        ranks = tl.cumsum(is_own.to(tl.int32), 0)
+        tl.store(order_ptr + begin + ranks - 1, first + place, mask=is_own)
+        begin += tl.sum(is_own.to(tl.int32), 0)
 
 
 @jit
@@ -38,7 +106,7 @@ def _rows_of_tile(
     pair = tl.load(order_ptr + place, mask=inside, other=0)
     source = place if SCATTERS else pair // TOP_K
     target = pair if SCATTERS else place
-    return expert, inside, pair, source.to(tl.int64), target.to(tl.int64)
+    return expert.to(tl.int64), inside, pair, source.to(tl.int64), target.to(tl.int64)
 
 
 @jit
@@ -53,23 +121,24 @@ def _store(
     target: tl.tensor,
     output: tl.tensor,
     outputs: tl.tensor,
+    num_pairs: tl.tensor,
     SCATTERS: tl.constexpr,
 ) -> None:
-    """Add the expert's bias, multiply with the factors of the pairs, and store the rows."""
-    has_output = output < outputs
+    """Add the expert's bias to the first part, multiply with the factors of the pairs, and store the rows."""
+    has_output, split = output < outputs, tl.program_id(2)
     if bias_ptr is not None:
-        bias = tl.load(bias_ptr + expert.to(tl.int64) * outputs + output, mask=has_output, other=0.0)
-        total += bias.to(tl.float32)[None, :]
+        bias = tl.load(bias_ptr + expert * outputs + output, mask=has_output, other=0.0).to(tl.float32)
+        total += tl.where(split == 0, bias, 0.0)[None, :]
     if SCATTERS:
         total *= tl.load(factors_ptr + pair, mask=inside, other=0.0)[:, None]
     tl.store(
-        out_ptr + target[:, None] * outputs + output[None, :],
+        out_ptr + (split.to(tl.int64) * num_pairs + target)[:, None] * outputs + output[None, :],
         total.to(out_ptr.dtype.element_ty),
         mask=inside[:, None] & has_output[None, :],
     )
 
 
-@kernel
+@kernel_with(varying=("num_pairs",))
 def grouped_product_kernel(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
@@ -78,10 +147,12 @@ def grouped_product_kernel(
     order_ptr: tl.tensor,
     starts_ptr: tl.tensor,
     out_ptr: tl.tensor,
-    x_stride: tl.tensor,
+    num_pairs: tl.tensor,
     num_experts: tl.tensor,
     outputs: tl.tensor,
     inputs: tl.tensor,
+    per_split: tl.tensor,
+    x_stride: tl.tensor,
     TOP_K: tl.constexpr,
     EXPERTS: tl.constexpr,
     SCATTERS: tl.constexpr,
@@ -89,7 +160,7 @@ def grouped_product_kernel(
     WIDE: tl.constexpr,
     DEEP: tl.constexpr,
 ) -> None:
-    """Compute one tile per program: some rows of one expert by some outputs."""
+    """Compute one tile per program: some rows of one expert by some outputs, over one part of the inputs."""
     expert, inside, pair, source, target = _rows_of_tile(
         order_ptr, starts_ptr, num_experts, TOP_K, EXPERTS, SCATTERS, TALL
     )
@@ -98,19 +169,21 @@ def grouped_product_kernel(
     output = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     deep = tl.arange(0, DEEP)
     x_base = x_ptr + source[:, None] * x_stride
-    weight_base = weight_ptr + (expert.to(tl.int64) * outputs + output)[None, :] * inputs
+    weight_base = weight_ptr + (expert * outputs + output)[None, :] * inputs
+    first = tl.program_id(2) * per_split
+    end = tl.minimum(first + per_split, inputs)
     total = tl.zeros([TALL, WIDE], dtype=tl.float32)
-    for start in range(0, inputs, DEEP):
-        left = inputs - start
+    for start in range(first, end, DEEP):
+        left = end - start
         x = tl.load(x_base + (start + deep)[None, :], mask=inside[:, None] & (deep < left)[None, :], other=0.0)
         weight = tl.load(
             weight_base + (start + deep)[:, None], mask=(output < outputs)[None, :] & (deep < left)[:, None], other=0.0
         )
         total = tl.dot(x, weight, total, input_precision="ieee")
-    _store(total, bias_ptr, factors_ptr, out_ptr, expert, inside, pair, target, output, outputs, SCATTERS)
+    _store(total, bias_ptr, factors_ptr, out_ptr, expert, inside, pair, target, output, outputs, num_pairs, SCATTERS)
 
 
-@kernel
+@kernel_with(varying=("num_pairs",))
 def weight_only_experts_kernel(
     x_ptr: tl.tensor,
     codes_ptr: tl.tensor,
@@ -122,10 +195,12 @@ def weight_only_experts_kernel(
     order_ptr: tl.tensor,
     starts_ptr: tl.tensor,
     out_ptr: tl.tensor,
-    x_stride: tl.tensor,
+    num_pairs: tl.tensor,
     num_experts: tl.tensor,
     outputs: tl.tensor,
     inputs: tl.tensor,
+    per_split: tl.tensor,
+    x_stride: tl.tensor,
     codes_stride: tl.tensor,
     groups: tl.tensor,
     TOP_K: tl.constexpr,
@@ -146,24 +221,25 @@ def weight_only_experts_kernel(
     )
     if expert >= num_experts:
         return
-    number = expert.to(tl.int64)
     output = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
-    deep = tl.arange(0, 32)
-    of_expert = number * groups * outputs
-    zeros = zeros_ptr
+    zeros, weight_factors = zeros_ptr, weight_factors_ptr
     if zeros_ptr is not None:
-        zeros = zeros_ptr + of_expert
+        zeros = zeros_ptr + expert * groups * outputs
+    if weight_factors_ptr is not None:
+        weight_factors = weight_factors_ptr + expert * outputs
     total = multiply_chunks(
-        x_ptr + source[:, None] * x_stride + deep[None, :],
-        codes_ptr + (number * outputs + output)[None, :] * codes_stride + deep[:, None],
-        scales_ptr + of_expert,
+        x_ptr + source * x_stride,
+        inside,
+        codes_ptr + expert * outputs * codes_stride,
+        scales_ptr + expert * groups * outputs,
         zeros,
-        inside[:, None],
+        weight_factors,
+        codes_stride,
         output,
         outputs,
         inputs,
-        0,
-        (inputs + 63) // 64,
+        tl.program_id(2),
+        per_split,
         KIND,
         GROUP,
         SCALES,
@@ -173,13 +249,10 @@ def weight_only_experts_kernel(
         TALL,
         WIDE,
     )
-    if weight_factors_ptr is not None:
-        factors = tl.load(weight_factors_ptr + number * outputs + output, mask=output < outputs, other=0.0)
-        total *= factors[None, :]
-    _store(total, bias_ptr, factors_ptr, out_ptr, expert, inside, pair, target, output, outputs, SCATTERS)
+    _store(total, bias_ptr, factors_ptr, out_ptr, expert, inside, pair, target, output, outputs, num_pairs, SCATTERS)
 
 
-@kernel
+@kernel_with(varying=("num_pairs",))
 def fp8_experts_kernel(
     x_ptr: tl.tensor,
     x_scales_ptr: tl.tensor,
@@ -190,9 +263,11 @@ def fp8_experts_kernel(
     order_ptr: tl.tensor,
     starts_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    num_pairs: tl.tensor,
     num_experts: tl.tensor,
     outputs: tl.tensor,
     inputs: tl.tensor,
+    per_split: tl.tensor,
     groups: tl.tensor,
     output_blocks: tl.tensor,
     TOP_K: tl.constexpr,
@@ -211,21 +286,24 @@ def fp8_experts_kernel(
     )
     if expert >= num_experts:
         return
-    number = expert.to(tl.int64)
     output = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
-    deep = tl.arange(0, DEEP)
     total = multiply_blocks(
-        x_ptr + source[:, None] * inputs + deep[None, :],
+        x_ptr + source * inputs,
         x_scales_ptr + source * groups,
-        codes_ptr + (number * outputs + output)[None, :] * inputs + deep[:, None],
-        scales_ptr + (number * output_blocks + output // HIGH) * groups,
         inside,
-        output < outputs,
+        codes_ptr + expert * outputs * inputs,
+        scales_ptr + expert * output_blocks * groups,
+        output,
+        outputs,
         inputs,
+        groups,
+        tl.program_id(2),
+        per_split,
         GROUP,
+        HIGH,
         NATIVE,
         TALL,
         WIDE,
         DEEP,
     )
-    _store(total, bias_ptr, factors_ptr, out_ptr, expert, inside, pair, target, output, outputs, SCATTERS)
+    _store(total, bias_ptr, factors_ptr, out_ptr, expert, inside, pair, target, output, outputs, num_pairs, SCATTERS)

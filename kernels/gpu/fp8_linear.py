@@ -34,26 +34,36 @@ def quantise_rows_kernel(
 
 @jit
 def multiply_blocks(
-    x_base: tl.tensor,
-    x_scales_base: tl.tensor,
-    codes_base: tl.tensor,
-    scales_base: tl.tensor,
+    x_rows: tl.tensor,
+    x_scales_rows: tl.tensor,
     has_row: tl.tensor,
-    has_output: tl.tensor,
+    codes_ptr: tl.tensor,
+    scales_ptr: tl.tensor,
+    output: tl.tensor,
+    outputs: tl.tensor,
     inputs: tl.tensor,
+    groups: tl.tensor,
+    split: tl.tensor,
+    inputs_per_split: tl.tensor,
     GROUP: tl.constexpr,
+    HIGH: tl.constexpr,
     NATIVE: tl.constexpr,
     TALL: tl.constexpr,
     WIDE: tl.constexpr,
     DEEP: tl.constexpr,
 ) -> tl.tensor:
-    """Return the products ``[TALL, WIDE]`` with their scales.
+    """Return the products ``[TALL, WIDE]`` over one part of the inputs, with their scales.
 
-    ``x_base`` ``[TALL, DEEP]`` and ``codes_base`` ``[DEEP, WIDE]`` point to the first inputs, ``x_scales_base``
-    ``[TALL]`` and ``scales_base`` ``[WIDE]`` to the first scales of the rows and outputs.
+    ``x_rows`` and ``x_scales_rows`` ``[TALL]`` point to the rows' first inputs and scales.
     """
+    deep = tl.arange(0, DEEP)
+    x_base = x_rows[:, None] + deep[None, :]
+    codes_base = codes_ptr + output.to(tl.int64)[None, :] * inputs + deep[:, None]
+    scales_base = scales_ptr + output // HIGH * groups
+    has_output = output < outputs
+    first = split * inputs_per_split
     total = tl.zeros([TALL, WIDE], dtype=tl.float32)
-    for start in range(0, inputs, DEEP):
+    for start in range(first, tl.minimum(first + inputs_per_split, inputs), DEEP):
         x = tl.load(x_base + start, mask=has_row[:, None], other=0)
         codes = tl.load(codes_base + start, mask=has_output[None, :], other=0)
         if NATIVE:
@@ -62,11 +72,11 @@ def multiply_blocks(
             part = tl.dot(float_from_fp8(x, False), float_from_fp8(codes, False))
         if GROUP != 0:
             group = start // GROUP
-            part *= tl.load(x_scales_base + group, mask=has_row, other=0.0)[:, None]
+            part *= tl.load(x_scales_rows + group, mask=has_row, other=0.0)[:, None]
             part *= tl.load(scales_base + group, mask=has_output, other=0.0)[None, :]
         total += part
     if GROUP == 0:
-        total *= tl.load(x_scales_base, mask=has_row, other=0.0)[:, None]
+        total *= tl.load(x_scales_rows, mask=has_row, other=0.0)[:, None]
         total *= tl.load(scales_base, mask=has_output, other=0.0)[None, :]
     return total
 
@@ -93,19 +103,21 @@ def fp8_linear_kernel(
     """Compute one tile of rows by one tile of outputs per program."""
     row = tl.program_id(0) * TALL + tl.arange(0, TALL)
     output = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
-    deep = tl.arange(0, DEEP)
-    x_base = x_ptr + row.to(tl.int64)[:, None] * inputs + deep[None, :]
-    codes_base = codes_ptr + output.to(tl.int64)[None, :] * inputs + deep[:, None]
     has_row, has_output = row < rows, output < outputs
     total = multiply_blocks(
-        x_base,
+        x_ptr + row.to(tl.int64) * inputs,
         x_scales_ptr + row.to(tl.int64) * groups,
-        codes_base,
-        scales_ptr + output // HIGH * groups,
         has_row,
-        has_output,
+        codes_ptr,
+        scales_ptr,
+        output,
+        outputs,
+        inputs,
+        groups,
+        0,
         inputs,
         GROUP,
+        HIGH,
         NATIVE,
         TALL,
         WIDE,

@@ -72,16 +72,18 @@ def _weights(
 
 @jit
 def multiply_chunks(
-    x_base: tl.tensor,
-    codes_base: tl.tensor,
+    x_rows: tl.tensor,
+    has_row: tl.tensor,
+    codes_ptr: tl.tensor,
     scales_ptr: tl.tensor,
     zeros_ptr: tl.tensor,
-    has_row: tl.tensor,
+    factors_ptr: tl.tensor,
+    codes_stride: tl.tensor,
     output: tl.tensor,
     outputs: tl.tensor,
     inputs: tl.tensor,
-    first_chunk: tl.tensor,
-    end_chunk: tl.tensor,
+    split: tl.tensor,
+    chunks_per_split: tl.tensor,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
     SCALES: tl.constexpr,
@@ -91,12 +93,17 @@ def multiply_chunks(
     TALL: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> tl.tensor:
-    """Return the products ``[TALL, WIDE]`` over some chunks of the inputs; with one group, with its scale.
+    """Return the products ``[TALL, WIDE]`` over one part of the inputs, with the scales and factors of the weights.
 
-    ``x_base`` ``[TALL, 32]`` and ``codes_base`` ``[32, WIDE]`` point to the first inputs of the rows and outputs. With
-    ``RAGGED``, the last chunk has only 32 inputs.
+    ``x_rows`` ``[TALL]`` points to the rows' first inputs. With ``RAGGED``, the last chunk has only 32 inputs.
     """
+    deep = tl.arange(0, 32)
+    x_base = x_rows[:, None] + deep[None, :]
+    codes_base = codes_ptr + output.to(tl.int64)[None, :] * codes_stride + deep[:, None]
+    has_row = has_row[:, None]
     has_output = (output < outputs)[None, :]
+    first_chunk = split * chunks_per_split
+    end_chunk = tl.minimum(first_chunk + chunks_per_split, (inputs + 63) // 64)
     total = tl.zeros([TALL, WIDE], dtype=tl.float32)
     for chunk in range(first_chunk, end_chunk):
         first = chunk * 64
@@ -122,6 +129,8 @@ def multiply_chunks(
     if GROUP == 0:
         scales = tl.load(scales_ptr + output, mask=output < outputs, other=0)
         total *= _scales(scales, SCALES, NATIVE)[None, :]
+    if factors_ptr is not None:
+        total *= tl.load(factors_ptr + output, mask=output < outputs, other=0.0)[None, :]
     return total
 
 
@@ -152,24 +161,19 @@ def weight_only_kernel(
     row = tl.program_id(0) * TALL + tl.arange(0, TALL)
     output = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     split = tl.program_id(2)
-    deep = tl.arange(0, 32)
-    x_base = x_ptr + row.to(tl.int64)[:, None] * inputs + deep[None, :]
-    codes_base = codes_ptr + output.to(tl.int64)[None, :] * codes_stride + deep[:, None]
-    has_row = (row < rows)[:, None]
-    has_output = (output < outputs)[None, :]
-    first_chunk = split * chunks_per_split
-    end_chunk = tl.minimum(first_chunk + chunks_per_split, (inputs + 63) // 64)
     total = multiply_chunks(
-        x_base,
-        codes_base,
+        x_ptr + row.to(tl.int64) * inputs,
+        row < rows,
+        codes_ptr,
         scales_ptr,
         zeros_ptr,
-        has_row,
+        factors_ptr,
+        codes_stride,
         output,
         outputs,
         inputs,
-        first_chunk,
-        end_chunk,
+        split,
+        chunks_per_split,
         KIND,
         GROUP,
         SCALES,
@@ -179,12 +183,12 @@ def weight_only_kernel(
         TALL,
         WIDE,
     )
-    if factors_ptr is not None:
-        total *= tl.load(factors_ptr + output, mask=output < outputs, other=0.0)[None, :]
     if bias_ptr is not None:
         total += tl.load(bias_ptr + output, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
     place = (split.to(tl.int64) * rows + row)[:, None] * outputs + output[None, :]
-    tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=has_row & has_output)
+    tl.store(
+        out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=(row < rows)[:, None] & (output < outputs)[None, :]
+    )
 
 
 @kernel_with(varying=("count",))
@@ -195,14 +199,22 @@ def add_splits_kernel(
     count: tl.tensor,
     outputs: tl.tensor,
     SPLITS: tl.constexpr,
+    CHOICES: tl.constexpr,
     SIZE: tl.constexpr,
 ) -> None:
-    """Add the sums of all parts of the inputs, in order, and the bias."""
+    """Add the sums of all parts of the inputs, in order, and the bias.
+
+    ``partial`` is ``[SPLITS, rows, CHOICES, outputs]`` float32, and ``count`` is rows * outputs. A row of the result is
+    the sum over its choices, too.
+    """
     place = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     inside = place < count
+    first = (place // outputs).to(tl.int64) * ((CHOICES - 1) * outputs) + place
     total = tl.zeros([SIZE], dtype=tl.float32)
-    for split in tl.static_range(SPLITS):
-        total += tl.load(partial_ptr + split * count.to(tl.int64) + place, mask=inside, other=0.0)
+    for choice in tl.static_range(CHOICES):
+        for split in tl.static_range(SPLITS):
+            source = first + split * CHOICES * count.to(tl.int64) + choice * outputs
+            total += tl.load(partial_ptr + source, mask=inside, other=0.0)
     if bias_ptr is not None:
         total += tl.load(bias_ptr + place % outputs, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=inside)

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import fp8_linear, weight_only
+from kernels._dispatch import Kernel
 from kernels.activation import ClampedSwiglu
-from kernels.experts import ExpertLayers, ExpertWeights, mix_experts, mix_experts_reference, sort_pairs
+from kernels.experts import (
+    ExpertLayers,
+    ExpertWeights,
+    mix_experts,
+    mix_experts_reference,
+    route,
+    route_reference,
+    sort_pairs,
+)
 from kernels.fp8_linear import Fp8Weight
 from kernels.weight_only import Kind, Scales
 from tests.examples import examples
@@ -126,7 +139,100 @@ def test_a_token_is_computed_alike_in_every_batch() -> None:
 
 def test_pairs_are_sorted_by_expert_and_then_by_token() -> None:
     """Each pair has one position; an expert's pairs are adjacent."""
-    pairs = sort_pairs(torch.tensor([[2, 0], [0, 3], [2, 3]]), 5)
+    pairs = sort_pairs(torch.tensor([[2, 0], [0, 3], [2, 3]], dtype=torch.int32), 5)
 
     assert pairs.order.tolist() == [1, 2, 0, 4, 3, 5]
     assert pairs.starts.tolist() == [0, 2, 2, 4, 6, 6]
+
+
+@settings(max_examples=examples(10), deadline=None)
+@given(st.sampled_from([1, 3, 700, 3000]), st.integers(1, 40), st.integers(1, 4), st.integers(0, 1000))
+def test_any_number_of_pairs_is_sorted(num_tokens: int, num_experts: int, top_k: int, seed: int) -> None:
+    """The order is that of a stable sort, for more pairs than a program reads at a time, and experts without any."""
+    generator = torch.Generator().manual_seed(seed)
+    experts = torch.randint(num_experts, (num_tokens, top_k), generator=generator, dtype=torch.int32)
+
+    pairs = sort_pairs(experts, num_experts)
+
+    found, order = experts.flatten().sort(stable=True)
+    assert torch.equal(pairs.order.long(), order)
+    assert torch.equal(pairs.starts.long(), torch.searchsorted(found, torch.arange(num_experts + 1, dtype=torch.int32)))
+
+
+@settings(max_examples=examples(10), deadline=None)
+@given(st.integers(1, 40), st.sampled_from([1, 3, 8, 60, 128]), st.data())
+def test_routing_equals_its_reference(num_tokens: int, num_experts: int, data: st.DataObject) -> None:
+    """Experts and their weights, for numbers of tokens and experts that do not fill a tile, and very small weights."""
+    top_k, renormalise = data.draw(st.integers(1, min(8, num_experts))), data.draw(st.booleans())
+    scale = data.draw(st.sampled_from([1.0, 60.0]))
+    torch.manual_seed(data.draw(st.integers(0, 1000)))
+    logits = scale * torch.randn(num_tokens, num_experts)
+
+    weights, experts = route(logits, top_k, renormalise)
+
+    expected_weights, expected = route_reference(logits, top_k, renormalise)
+    torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-7)
+    differs = experts != expected
+    assert bool((expected_weights[differs] < 1e-30).all()), "only experts without weight may be others"
+
+
+def test_equal_logits_choose_the_first_experts() -> None:
+    """Each expert is chosen once."""
+    weights, experts = route(torch.zeros(2, 5), 3, True)
+
+    assert experts.tolist() == [[0, 1, 2]] * 2
+    torch.testing.assert_close(weights, torch.full((2, 3), 1 / 3))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_token_that_is_not_finite_leaves_the_others_alone(bad: float) -> None:
+    """Its result is not finite, and the other tokens are computed as without it."""
+    torch.manual_seed(0)
+    layers = ExpertLayers(torch.randn(6, 64, 32), torch.randn(6, 32, 32))
+    x, logits = torch.randn(3, 32), torch.randn(3, 6)
+    expected = mix_experts(x, logits, layers, top_k=2, renormalise=True)
+    logits[1] = bad
+
+    found = mix_experts(x, logits, layers, top_k=2, renormalise=True)
+
+    assert not bool(found[1].isfinite().any())
+    assert torch.equal(found[[0, 2]], expected[[0, 2]])
+
+
+@pytest.mark.parametrize("form", ["plain", "mxfp4", "int8", "fp8 in blocks"])
+@pytest.mark.parametrize(("hidden", "inner"), [(1024, 128), (128, 1024)])
+def test_inputs_are_divided_for_few_rows(form: str, hidden: int, inner: int) -> None:
+    """With many inputs and few pairs, several programs share a product, with biases and factors."""
+    torch.manual_seed(0)
+    count = 3
+    weights: list[ExpertWeights] = [
+        torch.randn(count, outputs, inputs) / 32 if form == "plain" else quantised_experts(form, count, outputs, inputs)
+        for outputs, inputs in ((2 * inner, hidden), (hidden, inner))
+    ]
+    layers = ExpertLayers(weights[0], weights[1], torch.randn(count, 2 * inner), torch.randn(count, hidden))
+    x, logits = torch.randn(3, hidden), torch.randn(3, count)
+
+    with counted_launches() as launched:
+        together = mix_experts(x, logits, layers, top_k=2, renormalise=True)
+
+    expected = mix_experts_reference(x, logits, layers, top_k=2, renormalise=True)
+    error = float((together - expected).norm() / expected.norm())
+    assert error < (2e-2 if form.startswith("fp8") else 1e-5)
+    assert launched["add_splits_kernel"] == 1
+    alone = mix_experts(x[1:2], logits[1:2], layers, top_k=2, renormalise=True)
+    assert torch.equal(alone, together[1:2])
+
+
+@contextmanager
+def counted_launches() -> Iterator[Counter[str]]:
+    """Count the launches of each kernel within the context."""
+    found: Counter[str] = Counter()
+    launch = Kernel.__getitem__
+
+    def counted(self: Kernel, grid: Sequence[int]) -> Callable[..., None]:
+        found[self.name] += 1
+        return launch(self, grid)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Kernel, "__getitem__", counted)
+        yield found
