@@ -196,7 +196,7 @@ kernels-all: setup ## kernels at every type and size: interpreted, and compiled 
 	$(BIN)/python -W ignore -m measure.kernels.aot --all
 
 # PART is kernels, decode, workloads or peers; ARGS=--rehearse runs the same with a tiny model. Run a part again to go on.
-gpu: ## measure on a GPU what only a GPU can tell: make gpu PART=kernels | steps | weights | decode | workloads | peers (8 minutes each)
+gpu: ## measure on a GPU what only a GPU can tell: make gpu PART=kernels | steps | weights | tiles | decode | workloads | peers (8 minutes each)
 	@exec measure/gpu/run.sh $(PART) $(ARGS)
 
 # What Quire needs on a machine that has only torch, triton, transformers, grpcio, protobuf and numpy.

@@ -16,7 +16,7 @@ def main(arguments: list[str] | None = None) -> int:
     next process continues without this item.
     """
     parser = argparse.ArgumentParser(prog="python -m measure.gpu", description="Run the measurements that need a GPU.")
-    parser.add_argument("part", choices=("kernels", "steps", "weights", "decode", "workloads", "peers"))
+    parser.add_argument("part", choices=("kernels", "steps", "weights", "tiles", "decode", "workloads", "peers"))
     parser.add_argument("--rehearse", action="store_true", help="with a tiny model, on a CPU if there is no GPU")
     parser.add_argument(
         "--budget-s", type=float, default=420.0, help="seconds after which no item starts (default: 420)"

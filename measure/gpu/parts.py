@@ -8,12 +8,14 @@ from pathlib import Path
 
 import torch
 
+from kernels._dispatch import architecture
+from kernels.paged_attention import tuning
 from measure.gpu import checks, loads, shapes
 from measure.gpu import steps as engine_steps
 from measure.gpu.results import Figures, Results
 from measure.gpu.serving import Served, with_service
 from measure.gpu.smoke import smoke
-from measure.kernels import bench, bench_weights
+from measure.kernels import bench, bench_weights, tune
 from measure.offline import OfflineRequest
 from quire_server.serve.supervisor import ServeError
 
@@ -39,6 +41,8 @@ class Scale:
     """Requests, shortest, longest."""
     sharegpt: tuple[int, int]
     """Requests, longest."""
+    graph_tokens: int
+    """Largest captured step, in addition to the default."""
 
     def longest(self) -> int:
         """Return the number of tokens in the longest sequence over all items."""
@@ -57,11 +61,14 @@ FULL = Scale(
         *(engine_steps.Case(rows, 128, 0, 64) for rows in (1, 64, 256)),
         *(engine_steps.Case(8, 128, prompt, 40) for prompt in (24, 120)),
         *(engine_steps.Case(64, 128, prompt, 40) for prompt in (192, 448, 960, 1984)),
+        *(engine_steps.Case(rows, 128, 0, 40, drafts=4) for rows in (1, 8, 64)),
+        engine_steps.Case(8, 128, 120, 40, drafts=4),
     ),
     decode=((1, 1024, 256), (8, 1024, 256), (64, 1024, 256), (256, 1024, 192)),
     prefill=(2048, 8192),
     nano_vllm=(256, 100, 1024),
     sharegpt=(512, 1024),
+    graph_tokens=2048,
 )
 REHEARSAL = Scale(
     models=(shapes.TINY,),
@@ -70,11 +77,16 @@ REHEARSAL = Scale(
     check_s=10.0,
     rows=4,
     tokens_per_step=64,
-    steps=(engine_steps.Case(2, 5, 0, 4), engine_steps.Case(2, 5, 20, 4)),
+    steps=(
+        engine_steps.Case(2, 5, 0, 4),
+        engine_steps.Case(2, 5, 20, 4),
+        engine_steps.Case(1, 5, 0, 4, drafts=2),
+    ),
     decode=((1, 20, 400), (4, 20, 400)),  # enough tokens for all rows to decode together, even on a busy machine
     prefill=(100,),
     nano_vllm=(6, 5, 20),
     sharegpt=(6, 40),
+    graph_tokens=40,
 )
 
 
@@ -153,17 +165,53 @@ def _steps_of_shape(context: Context, shape: shapes.Shape, *, quantization: str 
                 quantization=quantization or "none",
             ) as loaded,
         ):
-            for graphs in (True, False) if quantization is None else (True,):
-                _steps(context, f"{label}, {'graphs' if graphs else 'no graphs'}", loaded, graphs=graphs)
+            cases = context.scale.steps
+            _steps(context, f"{label}, graphs", loaded, cases)
+            if quantization is None:
+                _steps(context, f"{label}, no graphs", loaded, cases, graphs=False)
+                tokens = context.scale.graph_tokens
+                with_chunks = tuple(case for case in cases if case.prompt and not case.drafts)
+                _steps(context, f"{label}, graphs up to {tokens:,} tokens", loaded, with_chunks, graph_tokens=tokens)
     except torch.OutOfMemoryError as error:  # Continue, because the next shape may succeed.
         context.results.fail(model, error)
 
 
-def _steps(context: Context, name: str, loaded: engine_steps.Loaded, *, graphs: bool) -> None:
-    engine, start = loaded.engine(graphs=graphs)
-    context.results.run(f"{name}: start", lambda: start)
-    for case in context.scale.steps:
-        context.results.run(f"{name}: {case.name}", engine_steps.Steps(engine, case).run, 5.0)
+def _steps(
+    context: Context,
+    name: str,
+    loaded: engine_steps.Loaded,
+    cases: tuple[engine_steps.Case, ...],
+    *,
+    graphs: bool = True,
+    graph_tokens: int = 0,
+) -> None:
+    """Measure the cases, with one engine for each number of drafts."""
+    for drafts in sorted({case.drafts for case in cases}):
+        engine, start = loaded.engine(graphs=graphs, graph_tokens=graph_tokens, drafts=drafts)
+        context.results.run(f"{name}{', drafts' if drafts else ''}: start", partial(dict, start))
+        for case in cases:
+            if case.drafts == drafts:
+                context.results.run(f"{name}: {case.name}", engine_steps.Steps(engine, case).run, 5.0)
+        del engine  # It holds GPU memory.
+
+
+def tiles(context: Context) -> None:
+    """Tune the missing entries of attention's table for this GPU, and write the table."""
+    path = context.results.path.with_suffix(".tiles") if context.device.type == "cpu" else tuning.TABLE
+    table = dict(tuning.read_table())
+    sm = architecture(torch.empty(0, device=context.device))
+    keys = [key for key in tune.keys(sm) if key not in table]
+    for key in keys if context.device.type == "cuda" else keys[:1]:
+
+        def measure(key: tuning.Key = key) -> Figures:
+            with torch.inference_mode():
+                found, share = tune.tune_entry(key, context.device)
+            table[key] = found
+            tuning.write_table(table, path)
+            return {**asdict(found), "of_default": share}
+
+        name = f"{key.kernel}, head dimension {key.dim_tile}, {key.kv_bytes} bytes, sm_{sm}"
+        context.results.run(name, measure, 60.0)
 
 
 def decode(context: Context) -> None:
@@ -236,6 +284,7 @@ PARTS: dict[str, Callable[[Context], None]] = {
     "kernels": kernels,
     "steps": steps,
     "weights": weights,
+    "tiles": tiles,
     "decode": decode,
     "workloads": workloads,
     "peers": peers,

@@ -55,6 +55,11 @@ class Results:
                 self._document = earlier
 
     @property
+    def path(self) -> Path:
+        """File of the results."""
+        return self._path
+
+    @property
     def items(self) -> dict[str, Figures]:
         """Results of each finished item."""
         items = self._document["items"]

@@ -3,7 +3,7 @@
 # protobuf and numpy, with what else is needed from wheels that `make gpu-wheels` has put into build/gpu/wheels.
 set -e
 cd "$(dirname "$0")/../.."
-if [ -z "$1" ]; then echo "which part? make gpu PART=kernels | steps | weights | decode | workloads | peers" >&2; exit 2; fi
+if [ -z "$1" ]; then echo "which part? make gpu PART=kernels | steps | weights | tiles | decode | workloads | peers" >&2; exit 2; fi
 python=${GPU_PYTHON:-python3}
 if [ -z "$GPU_PYTHON" ] && [ -x .venv/bin/python ]; then python=$PWD/.venv/bin/python; fi
 export PYTHONPATH="$PWD:$PWD/build/gpu/site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1

@@ -23,6 +23,8 @@ from shared.config import WorkerConfig
 from worker_svc.device.accelerator import make_accelerator
 from worker_svc.execution.assembly import build_engine
 from worker_svc.execution.engine import Engine
+from worker_svc.interface.arrays import IntArray
+from worker_svc.interface.plan import Plan
 from worker_svc.interface.result import StepTimings
 from worker_svc.link.decoding import decode_plan
 from worker_svc.model.base import Model
@@ -41,11 +43,31 @@ class Case:
     prompt: int
     """Prompt tokens in each step; 0 for decode only."""
     steps: int
+    drafts: int = 0
+    """Draft tokens of each row in each step."""
 
     @property
     def name(self) -> str:
         """Name in the results."""
-        return f"{self.decodes} rows at {self.context}" + (f" + {self.prompt} tokens" if self.prompt else "")
+        found = f"{self.decodes} rows at {self.context}" + (f" + {self.prompt} tokens" if self.prompt else "")
+        return found + (f", {self.drafts} drafts each" if self.drafts else "")
+
+
+class _SameTokens:
+    """A proposer of the same token everywhere, so that the number of drafts does not depend on the model."""
+
+    def propose(self, rows: IntArray, most: IntArray) -> list[list[int]]:
+        """See `Proposer.propose`."""
+        return [[1] * count for count in most.tolist()]
+
+    def prefill(self, rows: IntArray, lengths: IntArray) -> None:
+        """Do nothing."""
+
+    def follow(self, plan: Plan) -> None:
+        """Do nothing."""
+
+    def clear(self) -> None:
+        """Do nothing."""
 
 
 @contextmanager
@@ -88,19 +110,30 @@ class Loaded:
     description: ModelDescription
     device: torch.device
 
-    def engine(self, *, graphs: bool) -> tuple[Engine, Figures]:
-        """Build an engine; return it with its start time, and the unused part of its memory share."""
+    def engine(self, *, graphs: bool, graph_tokens: int = 0, drafts: int = 0) -> tuple[Engine, Figures]:
+        """Build an engine; return it with its start time, and the unused part of its memory share.
+
+        Args:
+            graphs: whether steps are captured.
+            graph_tokens: the largest captured step with chunks or drafts; 0 for the default.
+            drafts: maximum number of drafts per row.
+        """
         gc.collect()  # A previous engine may still hold its KV cache.
         began = time.perf_counter()
         settings = {name: getattr(self.config, name) for name in self.config.__slots__}
+        settings |= {"cuda_graphs": graphs, "cuda_graph_tokens": graph_tokens}
+        if drafts:
+            settings |= {"speculation": "ngram", "speculative_tokens": drafts}
         engine = build_engine(
-            WorkerConfig(**(settings | {"cuda_graphs": graphs})),
+            WorkerConfig(**settings),
             self.model,
             self.description,
             self.device,
             NoOpTracer(),
             make_accelerator(self.device),
         )
+        if drafts:
+            engine.propose_with(_SameTokens())
         figures: Figures = {"start_s": time.perf_counter() - began, "blocks": engine.limits.num_blocks}
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
@@ -176,8 +209,11 @@ class Steps:
                 )
             )
             plan.chunk_rows, plan.chunk_lengths = to_column([admitted]), to_column([length])
+            if self._case.drafts:
+                plan.draft_rows, plan.draft_limits = to_column([admitted]), to_column([self._case.drafts])
         for row in self._computed:
-            self._computed[row] += length if row == admitted else 1
+            # The blocks have room for all drafts.
+            self._computed[row] += length if row == admitted else 1 + self._case.drafts
             while self._blocks[row] * self._engine.limits.block_size < self._computed[row]:
                 plan.append_rows += to_column([row])
                 plan.append_blocks += to_column([self._next_block])

@@ -257,8 +257,8 @@ def _page(
     cards = serving.tensor_parallel_size
     lines = [f"KV per token   {size_text(per_token)} = {kv_formula(sizes, serving.kv_type)}"]
     if sizes.state_bytes:
-        rows = f"{serving.max_rows} row{'' if serving.max_rows == 1 else 's'}"
-        each = f"({rows} + {serving.num_checkpoints} checkpoints) x {sizes.state_bytes:,} bytes"
+        num_rows = f"{serving.max_rows} row{'' if serving.max_rows == 1 else 's'}"
+        each = f"({num_rows} + {serving.num_checkpoints} checkpoints) x {sizes.state_bytes:,} bytes"
         lines.append(f"State          {size_text(memory.state)} = {each}")
     if sizes.num_heads > sizes.num_kv_heads:
         factor = sizes.num_heads / sizes.num_kv_heads

@@ -45,6 +45,8 @@ MOST_INSTRUCTIONS = {
     "fp8_experts_kernel": 3740,
 }
 """Upper limits for the instructions of a whole kernel; a seventh above those of Triton 3.9."""
+MOST_FOR_NVFP4 = {"weight_only_kernel": 3140, "weight_only_experts_kernel": 3332}
+"""The same for NVFP4, whose scales for 16 inputs are converted from e4m3."""
 
 PIPELINED = """
   %a = ttg.async_wait %t {num = 1 : i32}
@@ -134,7 +136,9 @@ def check_resources(rows: list[dict[str, Any]]) -> None:
     assert [row for row in rows if row["shared_bytes"] > aot.SHARED_BYTES[row["architecture"]]] == []
     for row in rows:
         if row["kernel"] in MOST_INSTRUCTIONS:
-            assert row["instructions"] <= MOST_INSTRUCTIONS[row["kernel"]], row
+            is_nvfp4 = "nvfp4" in row["case"] or "scales in e4m3" in row["case"]
+            most = MOST_FOR_NVFP4 if is_nvfp4 and row["kernel"] in MOST_FOR_NVFP4 else MOST_INSTRUCTIONS
+            assert row["instructions"] <= most[row["kernel"]], row
 
 
 @pytest.mark.release
@@ -167,6 +171,8 @@ def test_ci_specialisations_compile(tmp_path: Path) -> None:
         "rotary_kernel",
         "silu_mul_kernel",
         "grouped_product_kernel",
+        "route_kernel",
+        "sort_pairs_kernel",
         "rotate_and_cache_kernel",
         "maxima_kernel",
         "pivots_kernel",
@@ -179,6 +185,9 @@ def test_ci_specialisations_compile(tmp_path: Path) -> None:
         "prepare_decode_kernel",
     }
     check_resources(rows)
+    assert {row["kernel"] for row in rows if "nvfp4" in row["case"] or "e4m3, 512" in row["case"]} >= set(
+        MOST_FOR_NVFP4
+    )
 
     attention = [row for row in rows if row["kernel"] in ("prefill_kernel", "decode_kernel")]
     assert [row for row in attention if not row["copies_ahead"]] == []  # loads overlap arithmetic

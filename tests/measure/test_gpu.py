@@ -31,7 +31,7 @@ def threads_as_they_were() -> Iterator[None]:
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("part", "items"),
-    [("kernels", 60), ("steps", 6), ("weights", 22), ("decode", 5), ("workloads", 2), ("peers", 4)],
+    [("kernels", 60), ("steps", 12), ("weights", 22), ("tiles", 1), ("decode", 5), ("workloads", 2), ("peers", 4)],
     ids=lambda value: str(value),
 )
 def test_a_part_runs_to_its_end(

@@ -178,6 +178,10 @@ class Engine:
         """Number of steps to launch before the oldest is collected."""
         return 2 if self._executor.asynchronous else 1
 
+    def propose_with(self, proposer: Proposer) -> None:
+        """Replace the source of drafts, for a measurement; the worker must speculate."""
+        self._proposer = proposer
+
     @torch.inference_mode()
     def launch(self, plan: Plan, received_unix_ns: int) -> None:
         """Apply a plan and start its step.
