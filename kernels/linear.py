@@ -106,6 +106,24 @@ def pack(weight: torch.Tensor, bias: torch.Tensor | None = None, *, kernels: Nat
     return _packed(FORMATS[weight.dtype], outputs, inputs, weight, bias)
 
 
+def unpacked_rows(linear: PackedLinear, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return rows of packed float weights, as an embedding does.
+
+    Args:
+        linear: weights from `pack`.
+        index: ``[...]`` int64, the outputs.
+        dtype: dtype of the weights.
+
+    Returns:
+        ``[..., inputs]`` in this dtype.
+    """
+    per_step = 4 // dtype.itemsize
+    blocks, steps = -(-linear.outputs // _BLOCK), -(-linear.inputs // per_step)
+    sizes = (blocks, steps, _BLOCK, per_step)
+    packed = linear.tensors[0].as_strided(sizes, (steps * _BLOCK * per_step, _BLOCK * per_step, per_step, 1))
+    return packed[index // _BLOCK, :, index % _BLOCK].flatten(-2)[..., : linear.inputs]
+
+
 def quantise(weight: torch.Tensor, bias: torch.Tensor | None = None, *, kernels: Native) -> PackedLinear:
     """Return an int8 copy of a weight ``[outputs, inputs]`` (float32 or bfloat16)."""
     outputs, inputs = weight.shape

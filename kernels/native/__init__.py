@@ -4,7 +4,7 @@
     library     loads the library, and lists the levels that this processor supports
     attention   paged attention, without gathering the KV blocks
     sampling    samples tokens from logits; `kernels.linear` and `kernels.decoder` also call the library
-    recurrent   the gated delta rule, and causal convolutions of one token
+    recurrent   the gated delta rule, the selective scan of Mamba 2, and causal convolutions
     selftest    checks that a level computes correct results on this machine
     serving     chooses the level to use; callers pass that level to the operations
     src/        the C++: `format.h` (memory layout), `levels.h` (functions per instruction set) and `decoder.h` (the

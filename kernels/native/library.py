@@ -9,9 +9,19 @@ from pathlib import Path
 
 import torch
 
-from kernels.native.structures import CAttention, CConvolution, CDecoder, CDeltaRule, CLinear, CSampling, CStep
+from kernels.native.structures import (
+    CAttention,
+    CConvolution,
+    CDecoder,
+    CDeltaRule,
+    CLinear,
+    CSampling,
+    CSelectiveScan,
+    CStep,
+    CTokenConvolution,
+)
 
-ABI = 12
+ABI = 13
 """ABI version that `quire_abi()` of the library must return."""
 LEVELS = {"portable": 0, "avx2": 1, "avx512": 2, "amx": 3}
 _log = logging.getLogger(__name__)
@@ -48,6 +58,14 @@ class Native:
     def delta_rule(self, rule: CDeltaRule) -> None:
         """Call `quire_delta_rule`."""
         self.library.quire_delta_rule(self.level, byref(rule))
+
+    def selective_scan(self, scan: CSelectiveScan) -> None:
+        """Call `quire_selective_scan`."""
+        self.library.quire_selective_scan(self.level, byref(scan))
+
+    def convolve_tokens(self, convolution: CTokenConvolution) -> None:
+        """Call `quire_convolve_tokens`."""
+        self.library.quire_convolve_tokens(self.level, byref(convolution))
 
     def convolve(self, convolution: CConvolution) -> None:
         """Call `quire_convolve`."""
@@ -106,6 +124,8 @@ def declare(library: CDLL) -> None:
         "quire_argmax": [c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p],
         "quire_sample": [c_int, POINTER(CSampling)],
         "quire_delta_rule": [c_int, POINTER(CDeltaRule)],
+        "quire_selective_scan": [c_int, POINTER(CSelectiveScan)],
+        "quire_convolve_tokens": [c_int, POINTER(CTokenConvolution)],
         "quire_convolve": [c_int, POINTER(CConvolution)],
         "quire_shared_sum_bytes": [c_int64],
         "quire_shared_sum": [c_void_p, c_int64, c_int64, c_void_p, c_int64, c_double],

@@ -18,10 +18,20 @@ from kernels.linear import (
 )
 from kernels.native.attention import paged_attention_native
 from kernels.native.library import Native
-from kernels.native.recurrent import convolve_native, delta_rule_native
+from kernels.native.recurrent import (
+    convolve_native,
+    convolve_tokens_native,
+    delta_rule_native,
+    selective_scan_native,
+)
 from kernels.native.sampling import argmax_native, sample_native
 from kernels.paged_attention_reference import paged_attention_reference
-from kernels.recurrent import convolve_reference, delta_rule_reference
+from kernels.recurrent import (
+    convolve_reference,
+    convolve_tokens_reference,
+    delta_rule_reference,
+    selective_scan_reference,
+)
 from kernels.sampling_reference import SamplingTensors, sample_reference
 
 _ROWS = (*range(1, 14), 17, 27)
@@ -54,8 +64,9 @@ def failure(kernels: Native) -> str | None:
         return reason
     if (reason := _argmax_failure(kernels, generator) or _draw_failure(kernels, generator)) is not None:
         return reason
-    if (reason := _delta_rule_failure(kernels, generator) or _convolution_failure(kernels, generator)) is not None:
-        return reason
+    for check in (_delta_rule_failure, _scan_failure, _convolution_failure):
+        if (reason := check(kernels, generator)) is not None:
+            return reason
     return next(filter(None, (_attention_failure(kernels, generator, dtype) for dtype in _ATTENTION)), None)
 
 
@@ -123,6 +134,22 @@ def _delta_rule_failure(kernels: Native, generator: torch.Generator) -> str | No
     )
 
 
+def _scan_failure(kernels: Native, generator: torch.Generator) -> str | None:
+    x = torch.randn(2, 3, 2, 9, generator=generator)
+    write, read = torch.randn(2, 2, 3, 1, 40, generator=generator)
+    step, decay = torch.rand(2, 3, 2, generator=generator), -torch.rand(2, generator=generator)
+    state = torch.randn(2, 2, 9, 40, generator=generator)
+    exact = state.double()
+    expected = selective_scan_reference(x, write, read, step, decay, x[0, 0, :, 0], exact)
+    got = selective_scan_native(x, write, read, step, decay, x[0, 0, :, 0], state, kernels=kernels)
+    error = max(float((got.double() - expected).abs().amax()), float((state.double() - exact).abs().amax()))
+    return (
+        None
+        if error <= _TOLERANCE["float32"] * float(expected.abs().amax())
+        else f"a selective scan has an error of {error:.1e}"
+    )
+
+
 def _convolution_failure(kernels: Native, generator: torch.Generator) -> str | None:
     x, weight = torch.randn(2, 40, generator=generator), torch.randn(40, 4, generator=generator)
     state = torch.randn(2, 40, 4, generator=generator)
@@ -130,6 +157,10 @@ def _convolution_failure(kernels: Native, generator: torch.Generator) -> str | N
     expected = convolve_reference(x, exact, weight, x[0], silu=True)
     got = convolve_native(x, state, weight, x[0], silu=True, kernels=kernels)
     error = max(float((got - expected).abs().amax()), float((state - exact).abs().amax()))
+    tokens = torch.randn(1, 6, 40, generator=generator)
+    expected = convolve_tokens_reference(tokens, weight, x[0], silu=True)
+    got = convolve_tokens_native(tokens, weight, x[0], silu=True, kernels=kernels)
+    error = max(error, float((got - expected).abs().amax()))
     return (
         None
         if error <= _TOLERANCE["float32"] * float(expected.abs().amax())

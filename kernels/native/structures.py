@@ -94,6 +94,7 @@ class CDeltaRule(Structure):
         ("beta", c_void_p),
         ("out", c_void_p),
         ("state", c_void_p),
+        ("places", c_void_p),
         ("format", c_int32),
         ("normalise", c_int32),
         ("rows", c_int64),
@@ -102,6 +103,50 @@ class CDeltaRule(Structure):
         ("value_heads", c_int64),
         ("key_dim", c_int64),
         ("value_dim", c_int64),
+    )
+
+
+class CSelectiveScan(Structure):
+    """`SelectiveScan`."""
+
+    _fields_ = (
+        ("x", c_void_p),
+        ("write", c_void_p),
+        ("read", c_void_p),
+        ("x_stride", c_int64),
+        ("write_stride", c_int64),
+        ("read_stride", c_int64),
+        ("step", c_void_p),
+        ("decay", c_void_p),
+        ("skip", c_void_p),
+        ("out", c_void_p),
+        ("state", c_void_p),
+        ("places", c_void_p),
+        ("format", c_int32),
+        ("out_format", c_int32),
+        ("rows", c_int64),
+        ("tokens", c_int64),
+        ("heads", c_int64),
+        ("groups", c_int64),
+        ("head_dim", c_int64),
+        ("state_dim", c_int64),
+    )
+
+
+class CTokenConvolution(Structure):
+    """`TokenConvolution`."""
+
+    _fields_ = (
+        ("x", c_void_p),
+        ("x_stride", c_int64),
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("out", c_void_p),
+        ("format", c_int32),
+        ("silu", c_int32),
+        ("tokens", c_int64),
+        ("channels", c_int64),
+        ("width", c_int64),
     )
 
 
@@ -114,6 +159,7 @@ class CConvolution(Structure):
         ("weight", c_void_p),
         ("bias", c_void_p),
         ("state", c_void_p),
+        ("places", c_void_p),
         ("out", c_void_p),
         ("format", c_int32),
         ("silu", c_int32),

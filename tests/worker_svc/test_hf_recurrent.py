@@ -64,7 +64,7 @@ def test_logits_in_bfloat16_equal_those_of_torch(checkpoint: Path, level: str) -
     for kernels in ("off", level):
         with cpu_kernels(kernels):
             model, _ = load_model(config, CPU)
-        model.allocate_states(2)
+        model.allocate_states(3)
         tokens = torch.arange(1, 33).view(2, 16)
         positions = torch.arange(16).expand(2, 16)
         with torch.inference_mode():
@@ -98,9 +98,9 @@ def test_functions_are_replaced_only_inside(tmp_path: Path) -> None:
 
 
 def test_steps_call_the_native_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts call the delta rule, decode steps both kernels, and with "off" none is called."""
+    """Prompts and decode steps call the kernels in each layer, and with "off" none is called."""
     called: list[str] = []
-    for name in ("delta_rule_native", "convolve_native"):
+    for name in ("delta_rule_native", "convolve_native", "convolve_tokens_native"):
         right = getattr(hf_recurrent, name)
 
         def counted(*arguments: object, name: str = name, right=right, **settings: object) -> torch.Tensor:  # type: ignore[no-untyped-def]
@@ -124,7 +124,7 @@ def test_steps_call_the_native_kernels(tmp_path: Path, monkeypatch: pytest.Monke
     called.clear()
     driver.generate(PROMPT, 3)
 
-    assert set(prompt) == {"delta_rule_native"}
+    assert prompt == ["convolve_tokens_native", "delta_rule_native"] * 2
     assert decode == ["convolve_native", "delta_rule_native"] * 2
     assert called == []
 

@@ -181,6 +181,34 @@ def test_decoders_of_transformers_are_quantised_too(
     assert 0 < float((found - exact).norm() / exact.norm()) < most
 
 
+@pytest.mark.parametrize(
+    ("architecture", "num_kept"),
+    [("Gemma3ForCausalLM", 0), ("FalconForCausalLM", 0), ("Qwen3NextForCausalLM", 0), ("MambaForCausalLM", 1)],
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_decoders_of_transformers_compute_bfloat16_products_with_packed_weights(
+    architecture: str, num_kept: int, tied: bool, tmp_path: Path
+) -> None:
+    """Logits are near those of torch; a layer whose class uses the weight stays, and a tied embedding has no copy."""
+    folder = make_checkpoint(architecture, tmp_path, tie_word_embeddings=tied)
+    tokens = [list(range(5, 5 + length)) for length in LENGTHS[:3]]
+    with cpu_kernels("off"):
+        exact = logits_of(load(folder, dtype="bfloat16"), tokens, torch.bfloat16)
+    with cpu_kernels(LEVELS[-1]):
+        model: Any = load(folder, dtype="bfloat16")
+        found = logits_of(model, tokens, torch.bfloat16)
+
+    linears = [module for module in model._decoder.modules() if type(module) is torch.nn.Linear]
+    packed = [module for module in model._decoder.modules() if isinstance(module, hf_packed.PackedModule)]
+    assert packed
+    unused = {"router", "gate", "shared_expert_gate"}
+    names = {name.split(".")[-1] for name, module in model._decoder.named_modules() if module in linears}
+    assert len(names - unused) == num_kept, names
+    embedding = model._decoder.get_input_embeddings()
+    assert isinstance(embedding.weight, torch.Tensor) is not tied
+    assert float((found - exact).float().norm() / exact.float().norm()) < 0.05
+
+
 _MIXTURES = {
     "HunYuanMoEV1ForCausalLM": transformers.HunYuanMoEV1Config(
         **_TINY, num_experts=4, moe_topk=2, num_key_value_heads=2, head_dim=16, intermediate_size=64
@@ -219,15 +247,22 @@ def test_routers_of_transformers_are_not_quantised(
 
 
 @quantises
-def test_a_class_that_cannot_compute_with_packed_weights_is_refused_at_load(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The decoder computes a step after its layers were replaced; HunYuan reads its router's weight."""
-    monkeypatch.setattr(hf_packed, "_ROUTERS", set[str]())
-
-    message = r"^quantization: int8 is not supported for HunYuan.*: its forward pass fails \(.+\); use none$"
+def test_a_class_that_cannot_compute_with_packed_weights_is_refused_at_load(tmp_path: Path) -> None:
+    """The decoder computes a step after its layers were replaced; Mamba computes with a layer's weight itself."""
+    message = (
+        r"^quantization: int8 is not supported for MambaForCausalLM: its forward pass fails"
+        r" \(TypeError: .+_Weight.+\); use none$"
+    )
     with pytest.raises(ConfigError, match=message):
-        load(mixture("HunYuanMoEV1ForCausalLM", tmp_path), quantization="int8", load_format="random")
+        load(make_checkpoint("MambaForCausalLM", tmp_path), quantization="int8")
+
+
+@quantises
+def test_a_class_that_reads_the_type_of_a_weight_is_quantised(tmp_path: Path) -> None:
+    """Mamba 2 converts the inputs of its LM head to the type of the weight."""
+    model: Any = load(make_checkpoint("Mamba2ForCausalLM", tmp_path), dtype="float32", quantization="int8")
+
+    assert isinstance(model._decoder.lm_head, hf_packed.PackedModule)
 
 
 def test_fp8_weights_are_not_made_on_a_cpu(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@
 * `hf_attention`: the attention function that they call
 * `hf_cache`: decoders that compute attention themselves; our paged KV cache and row states replace their `Cache`
 * `recurrent`: the recurrent states of rows
-* `hf_packed`: linear layers with quantised weights in `transformers` decoders, on a CPU
+* `hf_packed`: linear layers with packed weights in `transformers` decoders, on a CPU
 * `hf_trial`: compares a decoder's logits with those of the class's own attention
 * `loader`: loads a model from a configuration
 """

@@ -16,6 +16,7 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from kernels.native.serving import native
 from shared.config import ConfigError
 from shared.logging import get_logger
 from worker_svc.model import families, hf_cache, hf_interface, hf_packed, hf_trial
@@ -81,8 +82,13 @@ def load(
     vars(decoder.config)["pad_token_id"] = None
     model = _choose(architecture, decoder, device, num_positions)
     if kernels is not None:
-        hf_packed.pack(decoder, quantization, kernels)
+        hf_packed.quantise_layers(decoder, quantization, kernels)
         _try_packed(architecture, decoder, model, quantization, num_positions)
+    elif dtype == torch.bfloat16 and device.type == "cpu" and (serving := native()) is not None:
+        with torch.inference_mode():
+            hf_packed.pack_unquantised(
+                *(decoder, serving), lambda: hf_trial.has_finite_logits(decoder, model, device, num_positions)
+            )
     return model
 
 
@@ -109,7 +115,7 @@ def _choose(architecture: str, decoder: PreTrainedModel, device: torch.device, n
                 reasons.append(f"its forward pass fails ({_first_line(error)})")
             else:
                 if distance <= hf_trial.TOLERANCE:
-                    if isinstance(model, hf_cache.CacheModel):
+                    if model.attention == hf_cache.CacheModel.attention:
                         get_logger().info("model served with its own attention, which is slower", reason=reasons[:1])
                     return model
                 reasons.append(f"its logits with a paged KV cache differ from its own logits by {distance:.1%}")
@@ -123,16 +129,40 @@ def _ways(decoder: PreTrainedModel, device: torch.device) -> Iterator[Callable[[
     For a class that takes positions, rows computed together must get the same tokens as rows computed alone. Otherwise
     rows would depend on their neighbours through shared blocks. A class that counts positions may need its rows alone.
     """
-    takes_positions = "position_ids" in inspect.signature(decoder.forward).parameters
     if _calls_interface(type(decoder), decoder.config):
         yield lambda: hf_interface.InterfaceModel(decoder, hf_interface.probe(decoder, device))
-    has_state = hf_cache.keeps_state(decoder.config)
-    for together in (True,) if takes_positions and not has_state else (True, False):
-        for by_token in (False, True) if has_state else (False,):
-            decoder.set_attn_implementation(hf_cache.CacheModel.attention)
-            yield lambda together=together, by_token=by_token: hf_cache.CacheModel(  # type: ignore[misc]
-                decoder, hf_cache.probe(decoder, device), together=together, by_token=by_token
-            )
+    if hf_cache.keeps_state(decoder.config):
+        yield from _ways_with_state(decoder, device)
+        return
+    takes_positions = "position_ids" in inspect.signature(decoder.forward).parameters
+    for together in (True,) if takes_positions else (True, False):
+        decoder.set_attn_implementation(hf_cache.CacheModel.attention)
+        yield lambda together=together: hf_cache.CacheModel(  # type: ignore[misc]
+            decoder, hf_cache.probe(decoder, device), together=together
+        )
+
+
+def _ways_with_state(decoder: PreTrainedModel, device: torch.device) -> Iterator[Callable[[], TransformersModel]]:
+    """Yield functions that make a model over a decoder with recurrent state, the fastest first."""
+    kinds = [
+        (paged, in_place, together)
+        for paged in (True, False)
+        for in_place, together in ((True, True), (False, True), (False, False))
+    ]
+    for paged, in_place, together in kinds:
+        for by_token in (False, True):
+
+            def make(
+                paged: bool = paged, in_place: bool = in_place, together: bool = together, by_token: bool = by_token
+            ) -> TransformersModel:
+                decoder.set_attn_implementation(hf_cache.CacheModel.attention)
+                layers = hf_cache.probe(decoder, device)
+                windows = hf_cache.probe_windows(decoder, layers, device) if paged else None
+                return hf_cache.CacheModel(
+                    *(decoder, layers), together=together, by_token=by_token, in_place=in_place, windows=windows
+                )
+
+            yield make
 
 
 def _try_packed(

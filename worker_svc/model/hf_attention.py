@@ -56,7 +56,8 @@ class PagedStep:
     """Attention inputs of the running step."""
 
     attention: AttentionInputs
-    caches: Sequence[KVCache]
+    caches: Sequence[KVCache | None]
+    """Keys and values of each layer; None for a layer without attention."""
     windows: tuple[int | None, ...]
     """Sliding window of each layer."""
     schedules: dict[tuple[int | None, int], DecodeSchedule | None] = field(default_factory=dict)
@@ -106,19 +107,23 @@ def _attend_paged(
     s_aux: torch.Tensor | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention of query `[1, num_heads, T, head_dim]`, key and value `[1, num_kv_heads, T, head_dim]`.
+    """Compute attention of query `[n, num_heads, t, head_dim]`, key and value `[n, num_kv_heads, t, head_dim]`.
 
-    `s_aux` `[num_heads]` are attention sinks.
+    n is 1 for tokens of several rows, or the number of rows with t tokens each. `s_aux` `[num_heads]` are attention
+    sinks.
 
     Returns:
-        The result `[1, T, num_heads, head_dim]`, and None instead of attention weights.
+        The result `[n, t, num_heads, head_dim]`, and None instead of attention weights.
     """
     step = _STEP.get()
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    k_cache, v_cache = step.caches[layer]
-    write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), k_cache, v_cache, step.attention.slot_mapping)
+    cache = step.caches[layer]
+    assert cache is not None, "the probe saw a call of this layer"
+    k_cache, v_cache = cache
+    new_query, new_key, new_value = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
+    write_kv(new_key, new_value, k_cache, v_cache, step.attention.slot_mapping)
     attended = paged_attention(
-        query[0].transpose(0, 1),
+        new_query,
         k_cache,
         v_cache,
         step.attention.block_tables,
@@ -133,7 +138,7 @@ def _attend_paged(
         sinks=None if s_aux is None else s_aux.float().contiguous(),
         schedule=step.schedule(step.windows[layer], k_cache.shape[1]),
     )
-    return attended.unsqueeze(0), None
+    return attended.view(query.shape[0], query.shape[2], *attended.shape[1:]), None
 
 
 def _record(

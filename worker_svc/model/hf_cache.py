@@ -5,22 +5,26 @@ module writes the passed tensors into the paged KV cache, and returns the stored
 own attention does the rest, with its own mask, position biases and scaling. The class decides what to store: keys and
 values of different sizes, a latent vector from which it computes both, or in addition an index of the tokens.
 
-A layer with recurrent state reads and replaces its state in the `Cache`. Before a forward pass this module copies the
-states of the pass's rows (`recurrent`) into layers of `transformers`, and afterwards it copies them back. A row that
-begins has no state, so its layers start empty, as in `generate`. A row therefore never sees an earlier request's state.
+A layer with recurrent state reads and replaces its state in the `Cache`. Layers receive the states of a pass's rows
+(`recurrent`) as views if the rows follow each other. Otherwise native kernels receive the places of the states
+(`hf_recurrent`), and other layers receive a copy, which is copied back afterwards. A row that begins has no state, so
+its layers start empty, as in `generate`. A row therefore never sees an earlier request's state.
 
 This serves every class that uses a `Cache`, but is slower than `hf_interface`, because each step gathers its rows' KV.
 Rows with equally many tokens in a step, and with contexts of similar length, are computed together. Their contexts are
 padded on the left, as for `generate` on a batch, and the attention mask excludes the padding. Some classes that count
 positions themselves cannot do this, so their rows are computed one by one. The trial at load decides.
+
+If a class with recurrent state declares attention-backend support, its attention is replaced as in `hf_interface`. Then
+`Cache.update` returns the new keys and values only, nothing is gathered, and contexts of any length are computed
+together.
 """
 
 import inspect
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
@@ -29,21 +33,31 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 
 from kernels.kv_cache import read_kv, write_kv_reference
 from kernels.native.serving import native
-from worker_svc.model import hf_trial
+from worker_svc.model import hf_interface, hf_trial
 from worker_svc.model.base import AttentionInputs, KVCache, KVShape
+from worker_svc.model.hf_attention import PAGED, PagedStep, running
 from worker_svc.model.hf_model import TransformersModel, UnsuitableError
-from worker_svc.model.hf_recurrent import NativeLayers
+from worker_svc.model.hf_recurrent import NativeLayers, is_stand_in, stand_in, store_in
 from worker_svc.model.recurrent import RowStates, StateSave, StateShape
 
 
 class CacheModel(TransformersModel):
-    """A `transformers` decoder with its own attention and with the paged KV cache as its `Cache`."""
+    """A `transformers` decoder with the paged KV cache as its `Cache`."""
 
     attention = "eager"
     """Old classes ignore this and keep the default. This matters for Falcon with ALiBi, whose `eager` adds ALiBi twice.
     """
 
-    def __init__(self, decoder: PreTrainedModel, layers: "Layers", *, together: bool, by_token: bool = False) -> None:
+    def __init__(
+        self,
+        decoder: PreTrainedModel,
+        layers: "Layers",
+        *,
+        together: bool,
+        by_token: bool = False,
+        in_place: bool = False,
+        windows: "Windows | None" = None,
+    ) -> None:
         """Create the model.
 
         Args:
@@ -52,6 +66,9 @@ class CacheModel(TransformersModel):
             together: compute rows together.
             by_token: compute the tokens of a row with a state one by one. Some classes, such as Mamba, ignore the state
                 if a forward pass has several tokens.
+            in_place: pass the places of states to native kernels, which update them.
+            windows: sliding window of each layer with KV, by its index, from `hf_interface.probe_some`; None to use the
+                class's own attention.
         """
         super().__init__(decoder, [shape for layer in layers for shape in (layer.kv, layer.index) if shape is not None])
         self._layers = layers
@@ -60,10 +77,19 @@ class CacheModel(TransformersModel):
         self._cache_name = _cache_name(decoder)
         self._state_shapes = [part.shape for layer in layers for part in layer.states]
         self._states: RowStates | None = None
+        self._windows = None if windows is None else tuple(map(windows.get, range(len(layers))))
+        if windows is not None:
+            self.attention = PAGED
         kernels = native() if self._state_shapes and decoder.device.type == "cpu" else None
-        self._native_layers: AbstractContextManager[None] = (
-            nullcontext() if kernels is None else NativeLayers(decoder, kernels)
-        )
+        self._native_layers: AbstractContextManager[None] = nullcontext()
+        self._in_place = [False for _ in self._state_shapes]
+        if kernels is not None:
+            self._native_layers = replaced = NativeLayers(decoder, kernels)
+            self._in_place = [
+                in_place and (replaced.replaces_convolutions if part.is_convolution else replaced.replaces_recurrences)
+                for layer in layers
+                for part in layer.states
+            ]
 
     @property
     def state_bytes(self) -> int:
@@ -100,7 +126,7 @@ class CacheModel(TransformersModel):
             placed: dict[str, Any] = {"position_ids": positions[batch.tokens]} if self.takes_positions else {}
             cache = Cache(layers=self._views(batch, caches))
             self._load_states(batch, cache)
-            with self._native_layers:
+            with self._native_layers, self._attending(batch, attention, caches):
                 output = self._decoder(
                     input_ids=input_ids[batch.tokens],
                     attention_mask=batch.mask,
@@ -125,6 +151,25 @@ class CacheModel(TransformersModel):
         places[computed] = torch.arange(len(computed), device=places.device)
         return torch.cat(logits)[places if logits_index is None else places[logits_index]], hidden
 
+    def _attending(
+        self, batch: "_Batch", attention: AttentionInputs, caches: Sequence[KVCache]
+    ) -> AbstractContextManager[None]:
+        if self._windows is None:
+            return nullcontext()
+        num_rows, num_tokens = batch.tokens.shape
+        device = batch.tokens.device
+        inputs = AttentionInputs(
+            slot_mapping=batch.new_slots,
+            block_tables=attention.block_tables[batch.places],
+            query_start=torch.arange(num_rows + 1, dtype=torch.int32, device=device) * num_tokens,
+            context_lens=torch.tensor(batch.ends, dtype=torch.int32, device=device),
+            max_query_len=num_tokens,
+            min_query_len=num_tokens,
+        )
+        stored = iter(caches)
+        by_layer = [None if layer.kv is None else next(stored) for layer in self._layers]
+        return running(PagedStep(inputs, by_layer, self._windows))
+
     def _batches(self, attention: AttentionInputs, caches: Sequence[KVCache]) -> Iterator["_Batch"]:
         """Yield a step's tokens in batches of similar rows, or row by row if rows must be computed alone.
 
@@ -132,18 +177,22 @@ class CacheModel(TransformersModel):
         """
         alike: dict[tuple[int, int, bool, int], list[_Span]] = defaultdict(list)
         for span in self._spans(attention):
-            # There are at most as many padding tokens as context tokens.
-            length = (span.end.bit_length() if caches else 0) if self._together else -span.place
+            # With the class's own attention, there are at most as many padding tokens as context tokens.
+            padded = caches and self._windows is None
+            length = (span.end.bit_length() if padded else 0) if self._together else -span.place
             has_state = bool(self._state_shapes) and span.end > span.num_tokens
             alike[span.turn, span.num_tokens, has_state, length].append(span)
         device = attention.query_start.device
         for (_, num_tokens, has_state, _), spans in sorted(alike.items(), key=lambda each: each[0][0]):
+            if attention.rows is not None:
+                spans.sort(key=lambda span: int(attention.rows[span.place]))  # type: ignore[index]
             first = torch.tensor([span.first for span in spans], device=device)
             tokens = first[:, None] + torch.arange(num_tokens, device=device)
             places, ends = [span.place for span in spans], [span.end for span in spans]
-            slots, mask = _context(attention, places, ends, caches)
+            slots, mask = _context(attention, places, ends, caches if self._windows is None else ())
             yield _Batch(
                 tokens=tokens,
+                places=places,
                 new_slots=attention.slot_mapping[tokens.flatten()],
                 slots=slots,
                 mask=mask,
@@ -185,32 +234,45 @@ class CacheModel(TransformersModel):
         for layer in self._layers:
             cache = None if layer.kv is None else next(stored)
             index = None if layer.index is None else next(stored)
+            paged = self._windows is not None
             if not layer.num_states:
-                views.append(_View(batch, cache) if index is None else _IndexedView(batch, cache, index))
+                views.append(_View(batch, cache, paged=paged) if index is None else _IndexedView(batch, cache, index))
             elif layer.kv is None:
-                views.append(LinearAttentionLayer(layer.num_states))
+                views.append(_StateView(layer.num_states))
             else:
-                views.append(_HybridView(batch, cache, layer.num_states))
+                views.append(_HybridView(batch, cache, layer.num_states, paged=paged))
         return views
 
     def _load_states(self, batch: "_Batch", cache: Cache) -> None:
-        """Copy the rows' states to the layers; layers without a state begin empty."""
+        """Pass the rows' states to the layers; layers without a state begin empty."""
         if not batch.has_state:
             return
         if self._states is None or batch.rows is None:
             raise RuntimeError("recurrent state: rows without a state must begin with their first token")
         starts = [end - batch.tokens.shape[1] for end in batch.ends]
-        states = iter(self._states.read(batch.rows, starts))
-        for layer, view in zip(self._layers, cache.layers, strict=True):
-            for part, state in zip(layer.states, islice(states, len(layer.states)), strict=True):
-                part.load(view, state)
+        opened = self._states.open(batch.rows, starts)
+        parts = ((part, view) for layer, view in zip(self._layers, cache.layers, strict=True) for part in layer.states)
+        for (part, view), tensor, in_place in zip(parts, opened.tensors, self._in_place, strict=True):
+            if opened.span is not None:
+                part.load(view, tensor[opened.span])
+            elif in_place:
+                part.load(view, stand_in(tensor, opened.places))
+            else:
+                part.load(view, tensor.index_select(0, opened.places))
 
     def _store_states(self, batch: "_Batch", cache: Cache) -> None:
-        """Copy the states of the rows from the layers."""
+        """Store the states that the layers did not update in place."""
         if self._states is None or batch.rows is None:
             return
-        parts = [part.of(view) for layer, view in zip(self._layers, cache.layers, strict=True) for part in layer.states]
-        self._states.write(batch.rows, batch.ends, parts)
+        self._states.close(
+            batch.rows,
+            batch.ends,
+            [
+                None if is_stand_in(state) else state
+                for layer, view in zip(self._layers, cache.layers, strict=True)
+                for state in (part.of(view) for part in layer.states)
+            ],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,15 +298,17 @@ class _Batch:
 
     tokens: torch.Tensor
     """`[n, t] int64`: places of the tokens in the step."""
+    places: list[int]
+    """Places of the rows in the step."""
     new_slots: torch.Tensor
     """`[n * t] int64`: slots of the tokens."""
     slots: torch.Tensor
     """`[n, c] int64`: the contexts' slots, aligned at the end; padding repeats a row's first slot.
 
-    `[n, 0]` if no layer has keys and values.
+    `[n, 0]` if the class's own attention is not used.
     """
     mask: torch.Tensor | None
-    """`[n, c] int64`: 0 for padding, else 1; None if no layer has keys and values."""
+    """`[n, c] int64`: 0 for padding, else 1; None if the class's own attention is not used."""
     rows: list[int] | None
     """Indices of the rows' states; None if the states are not kept."""
     ends: list[int]
@@ -276,24 +340,32 @@ class _View(CacheLayerMixin):
 
     is_sliding = False  # The whole context is stored. The class applies windows in its mask.
 
-    def __init__(self, batch: _Batch, cache: KVCache | None) -> None:
+    def __init__(self, batch: _Batch, cache: KVCache | None, *, paged: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._open(batch, cache)
+        self._open(batch, cache, paged=paged)
 
-    def _open(self, batch: _Batch, cache: KVCache | None) -> None:
+    def _open(self, batch: _Batch, cache: KVCache | None, *, paged: bool) -> None:
         self._batch = batch
         self._cache = cache
-        self._length = batch.slots.shape[1] - batch.tokens.shape[1]
+        self._paged = paged
+        self._end = max(batch.ends) if paged else batch.slots.shape[1]
+        self._length = self._end - batch.tokens.shape[1]
         self.is_initialized = self._length > 0
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write keys and values, each `[rows, heads, tokens, width]`, and return those of the whole contexts."""
+        """Write keys and values, each `[rows, heads, tokens, width]`, and return those of the whole contexts.
+
+        With paged attention, return the new ones, which the attention function writes.
+        """
         assert self._cache is not None, "the probe saw no call"
+        if self._paged:
+            self._length = self._end
+            return key_states, value_states
         key, value = (states.transpose(1, 2).flatten(0, 1) for states in (key_states, value_states))
         write_kv_reference(key, value, *self._cache, self._batch.new_slots)
-        self._length = self._batch.slots.shape[1]
+        self._length = self._end
         keys, values = (read_kv(each, self._batch.slots, key.dtype).transpose(1, 2) for each in self._cache)
         return keys, values
 
@@ -333,12 +405,43 @@ def _index_shape(width: int) -> KVShape:
     return KVShape(1, width // 2, width - width // 2)
 
 
-class _HybridView(LinearAttentionLayer, _View):  # type: ignore[override]
+class _StateView(LinearAttentionLayer):
+    """A layer with recurrent state, which may be in place (`hf_recurrent`)."""
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **_: Any) -> torch.Tensor:
+        """Replace the state; return the new one."""
+        state: Any = self.recurrent_states.get(state_idx)
+        if state is None or not is_stand_in(state):
+            self.recurrent_states[state_idx] = recurrent_states
+            self.is_recurrent_states_initialized[state_idx] = True
+        elif recurrent_states is not state:
+            store_in(state, recurrent_states)
+        return recurrent_states
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
+    ) -> torch.Tensor:
+        """Add new inputs `[rows, channels, tokens]` to the state; return them after the previous state."""
+        if not self.has_previous_state[state_idx]:
+            return super().update_conv_state(conv_states, state_idx, conv_kernel_size, **kwargs)
+        state: Any = self.conv_states[state_idx]
+        past = state.states.index_select(0, state.places) if is_stand_in(state) else state
+        # The memory is in the order of the tokens, as in `conv_states`.
+        inputs = torch.cat((past.transpose(1, 2), conv_states.transpose(1, 2)), dim=1).transpose(1, 2)
+        newest = inputs[..., -state.shape[-1] :]
+        if is_stand_in(state):
+            store_in(state, newest)
+        else:
+            state.copy_(newest)
+        return inputs
+
+
+class _HybridView(_StateView, _View):  # type: ignore[override]
     """A layer with recurrent state, and with keys and values in the paged KV cache."""
 
-    def __init__(self, batch: _Batch, cache: KVCache | None, num_states: int) -> None:
+    def __init__(self, batch: _Batch, cache: KVCache | None, num_states: int, *, paged: bool) -> None:
         LinearAttentionLayer.__init__(self, num_states)  # type: ignore[no-untyped-call]
-        self._open(batch, cache)
+        self._open(batch, cache, paged=paged)
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,6 +484,9 @@ class LayerPast:
 
 Layers = tuple[LayerPast, ...]
 
+Windows = Mapping[int, int | None]
+"""Sliding windows, by layer; None for a layer that attends to the whole context."""
+
 STATE_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
 """Kinds of layers with recurrent state, as `transformers` names them."""
 INDEXED_LAYERS = frozenset({"indexed_attention"})
@@ -407,6 +513,24 @@ def probe(decoder: PreTrainedModel, device: torch.device) -> Layers:
     if not any(layer.kv or layer.states for layer in layers):
         raise UnsuitableError("no layer stores keys and values in the cache that it is given")
     return layers
+
+
+def probe_windows(decoder: PreTrainedModel, layers: Layers, device: torch.device) -> Windows:
+    """Return the sliding windows of the layers with keys and values, for paged attention.
+
+    Raises:
+        UnsuitableError: paged attention does not compute a layer.
+    """
+    if "position_ids" not in inspect.signature(decoder.forward).parameters:
+        raise UnsuitableError("its class takes no positions")
+    calls = hf_interface.probe_some(decoder, device)
+    stored = {index: layer.kv for index, layer in enumerate(layers) if layer.kv is not None}
+    called = {index: KVShape(call.num_kv_heads, call.head_dim) for index, call in calls.items()}
+    if not stored or {index: (kv.num_kv_heads, *kv.widths) for index, kv in stored.items()} != {
+        index: (kv.num_kv_heads, *kv.widths) for index, kv in called.items()
+    }:
+        raise UnsuitableError("its layers do not call attention with the keys and values that they store")
+    return {index: call.sliding_window for index, call in calls.items()}
 
 
 def _cache_name(decoder: PreTrainedModel) -> str:

@@ -50,17 +50,39 @@ def probe(decoder: PreTrainedModel, device: torch.device) -> list[LayerCall]:
     Raises:
         UnsuitableError: paged attention does not compute a layer.
     """
+    calls = _calls(decoder, device)
+    num_layers = text_config(decoder.config).num_hidden_layers
+    if sorted(-1 if call.layer is None else call.layer for call in calls) != list(range(num_layers)):
+        raise UnsuitableError(f"its {num_layers} layers do not each call attention exactly once ({len(calls)} calls)")
+    return calls
+
+
+def probe_some(decoder: PreTrainedModel, device: torch.device) -> dict[int, LayerCall]:
+    """Return the attention calls of the layers with attention, by layer.
+
+    Raises:
+        UnsuitableError: paged attention does not compute a layer.
+    """
+    calls = _calls(decoder, device)
+    by_layer = {call.layer: call for call in calls if call.layer is not None}
+    if len(by_layer) < len(calls):
+        raise UnsuitableError("its layers do not each call attention at most once")
+    return by_layer
+
+
+def _calls(decoder: PreTrainedModel, device: torch.device) -> list[LayerCall]:
+    """Return all attention calls, in order.
+
+    Raises:
+        UnsuitableError: paged attention does not compute one.
+    """
     decoder.set_attn_implementation(PROBE)
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=device)
     with recording() as recorded:
         decoder(input_ids=tokens, position_ids=torch.arange(2, device=device)[None], use_cache=False)
-    calls = recorded.calls
-    num_layers = text_config(decoder.config).num_hidden_layers
-    if sorted(-1 if call.layer is None else call.layer for call in calls) != list(range(num_layers)):
-        raise UnsuitableError(f"its {num_layers} layers do not each call attention exactly once ({len(calls)} calls)")
-    for call in calls:
+    for call in recorded.calls:
         if call.unknown:
             raise UnsuitableError(f"its attention uses unsupported arguments: {', '.join(call.unknown)}")
         if call.head_dim != call.value_dim or not call.causal:
             raise UnsuitableError("its attention is not causal, or its keys and values differ in size")
-    return calls
+    return recorded.calls

@@ -31,6 +31,9 @@ _16_BITS = (torch.bfloat16, torch.float16)
 _LENGTHS = (16, 13)
 """Tokens of each row."""
 _TOKENS = max(_LENGTHS)
+_STATES = (2, 0)
+"""Rows of the recurrent states, which do not follow each other."""
+_NUM_STATES = 3
 _BLOCK_SIZE = 4
 _CHUNKS = (((0, 7), (0, 1)), ((7, 11), (1, 8)), ((11, 15), (8, 12)), ((15, 16), (12, 13)))
 """First and last position (exclusive) for each row in each step."""
@@ -48,7 +51,7 @@ def distance(decoder: PreTrainedModel, model: TransformersModel, device: torch.d
     tokens, positions = _rows(decoder, device, num_positions)
     with InFloat32():  # type: ignore[no-untyped-call]
         decoder.set_attn_implementation(model.attention)
-        model.allocate_states(len(_LENGTHS), dtype=torch.float32)
+        model.allocate_states(_NUM_STATES, dtype=torch.float32)
         paged = _paged_logits(model, tokens, positions, device)
         decoder.set_attn_implementation("eager")
         first, last = (slice(row, row + 1) for row in range(2))
@@ -76,7 +79,7 @@ def has_finite_logits(
     decoder: PreTrainedModel, model: TransformersModel, device: torch.device, num_positions: int
 ) -> bool:
     """Return whether both rows' logits are finite; the arguments are those of `distance`."""
-    model.allocate_states(len(_LENGTHS))
+    model.allocate_states(_NUM_STATES)
     return bool(_paged_logits(model, *_rows(decoder, device, num_positions), device).isfinite().all())
 
 
@@ -110,7 +113,7 @@ def _paged_logits(model: Model, tokens: torch.Tensor, positions: torch.Tensor, d
             query_start=torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32, device=device),
             context_lens=torch.tensor([end for _, end in spans], dtype=torch.int32, device=device),
             max_query_len=max(lengths),
-            rows=np.arange(len(spans)),
+            rows=np.array(_STATES),
         )
         logits = model.forward(
             torch.cat([tokens[row, span] for row, span in taken]),

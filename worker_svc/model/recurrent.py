@@ -39,6 +39,22 @@ class StateSave(NamedTuple):
     checkpoint: int
 
 
+_UNKNOWN = -1
+"""Length of a state that an unfinished forward pass may have changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenStates:
+    """States of a forward pass's rows."""
+
+    tensors: Sequence[torch.Tensor]
+    """The states of all rows and checkpoints, each `[states, *shape]`."""
+    places: torch.Tensor
+    """`[rows] int64`: the places of the rows."""
+    span: slice | None
+    """The same places, if they follow each other."""
+
+
 class RowStates:
     """A worker's row states, and its checkpoints, which follow the rows in each tensor."""
 
@@ -66,11 +82,11 @@ class RowStates:
         self._num_rows = num_rows
         self._ends = [0] * (num_rows + num_checkpoints)
 
-    def read(self, rows: Sequence[int], starts: Sequence[int]) -> list[torch.Tensor]:
-        """Return copies of some rows' states, each `[len(rows), *shape]`.
+    def open(self, rows: Sequence[int], starts: Sequence[int]) -> "OpenStates":
+        """Return some rows' states for a forward pass, which ends with `close`.
 
         Args:
-            rows: the rows.
+            rows: the rows, ascending.
             starts: the next token of each row.
 
         Raises:
@@ -82,20 +98,24 @@ class RowStates:
                     f"recurrent state: that of row {row} is computed for {self._ends[row]} tokens, but the step"
                     f" begins at token {start}"
                 )
-        index = self._index(rows)
-        return [tensor.index_select(0, index) for tensor in self._tensors]
+        for row in rows:
+            self._ends[row] = _UNKNOWN
+        consecutive = rows[-1] - rows[0] == len(rows) - 1
+        return OpenStates(self._tensors, self._index(rows), slice(rows[0], rows[-1] + 1) if consecutive else None)
 
-    def write(self, rows: Sequence[int], ends: Sequence[int], states: Sequence[torch.Tensor]) -> None:
-        """Store the states of some rows.
+    def close(self, rows: Sequence[int], ends: Sequence[int], states: Sequence[torch.Tensor | None]) -> None:
+        """Store the states of some rows after a forward pass.
 
         Args:
             rows: the rows.
             ends: number of tokens for which each row's state is computed.
-            states: the tensors, each `[len(rows), *shape]`.
+            states: the tensors, each `[len(rows), *shape]`; None for one that was updated in place. A view from
+                `open` is not copied.
         """
         index = self._index(rows)
         for tensor, state in zip(self._tensors, states, strict=True):
-            tensor.index_copy_(0, index, state.to(tensor.dtype))
+            if state is not None and state.data_ptr() != tensor[rows[0]].data_ptr():
+                tensor.index_copy_(0, index, state.to(tensor.dtype))
         for row, end in zip(rows, ends, strict=True):
             self._ends[row] = end
 

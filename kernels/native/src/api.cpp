@@ -24,7 +24,7 @@ namespace {
 using namespace quire;
 
 // Version of the ABI: increased with every change of a structure or function, together with ABI in library.py.
-constexpr int kAbi = 12;
+constexpr int kAbi = 13;
 
 const Kernels* kernels_of(int level) {
   switch (level) {
@@ -166,6 +166,12 @@ QUIRE_API void quire_delta_rule(int level, const DeltaRule* rule) {
                [&](int64_t task) { kernels.delta_rule(*rule, task / rule->value_heads, task % rule->value_heads); });
 }
 
+QUIRE_API void quire_selective_scan(int level, const SelectiveScan* scan) {
+  const Kernels& kernels = *kernels_of(level);
+  parallel_for(scan->rows * scan->heads,
+               [&](int64_t task) { kernels.selective_scan(*scan, task / scan->heads, task % scan->heads); });
+}
+
 QUIRE_API void quire_convolve(int level, const Convolution* convolution) {
   constexpr int64_t kPart = 4096;  // channels of one task, which takes some microseconds
   const Kernels& kernels = *kernels_of(level);
@@ -174,6 +180,13 @@ QUIRE_API void quire_convolve(int level, const Convolution* convolution) {
     const int64_t begin = task % parts * kPart;
     kernels.convolve(*convolution, task / parts, begin, std::min(begin + kPart, channels));
   });
+}
+
+QUIRE_API void quire_convolve_tokens(int level, const TokenConvolution* convolution) {
+  constexpr int64_t kPart = 1 << 16;  // elements of one task
+  const Kernels& kernels = *kernels_of(level);
+  parallel_chunks(convolution->tokens, kPart / std::max<int64_t>(convolution->channels, 1),
+                  [&](int64_t begin, int64_t end) { kernels.convolve_tokens(*convolution, begin, end); });
 }
 
 // nanoseconds: [kNumPhases], to which the times are added; or null.

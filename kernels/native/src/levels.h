@@ -55,10 +55,28 @@ struct DeltaRule {
   const float* gate;  // [rows * tokens][value_heads], logarithms of the decay
   const float* beta;
   void* out;     // [rows * tokens][value_heads][value_dim]
-  float* state;  // [rows][value_heads][key_dim][value_dim], updated
+  float* state;  // [states][value_heads][key_dim][value_dim], updated
+  const int64_t* places;  // [rows], of the rows' states; or null: 0, 1, 2 ...
   int32_t format;  // kFloat32 or kBFloat16, of query, key, value and out
   int32_t normalise;  // whether keys and queries are divided by their length
   int64_t rows, tokens, key_heads, value_heads, key_dim, value_dim;
+};
+
+// Arguments of the selective scan of Mamba 2, as defined in kernels/recurrent.py. Sizes and strides are in elements.
+struct SelectiveScan {
+  const void* x;      // [rows * tokens][heads][head_dim]
+  const void* write;  // [rows * tokens][groups][state_dim]
+  const void* read;
+  int64_t x_stride, write_stride, read_stride;  // from token to token
+  const float* step;   // [rows * tokens][heads]
+  const float* decay;  // [heads]: the state decays by exp(decay * step)
+  const float* skip;   // [heads]
+  void* out;           // [rows * tokens][heads][head_dim]
+  float* state;        // [states][heads][head_dim][state_dim], updated
+  const int64_t* places;  // [rows], of the rows' states; or null: 0, 1, 2 ...
+  int32_t format;      // kFloat32 or kBFloat16, of x, write and read
+  int32_t out_format;
+  int64_t rows, tokens, heads, groups, head_dim, state_dim;
 };
 
 // Arguments of a causal convolution of one token per row, as defined in kernels/recurrent.py.
@@ -67,11 +85,24 @@ struct Convolution {
   int64_t x_stride;
   const void* weight;  // [channels][width]
   const float* bias;   // [channels]; or null
-  void* state;         // [rows][channels][width], the newest inputs; updated
+  void* state;         // [states][channels][width], the newest inputs; updated
+  const int64_t* places;  // [rows], of the rows' states; or null: 0, 1, 2 ...
   void* out;           // [rows][channels]
   int32_t format;      // kFloat32 or kBFloat16, of all but the bias
   int32_t silu;
   int64_t rows, channels, width;
+};
+
+// Arguments of a causal convolution of many tokens of one row, whose state is part of x.
+struct TokenConvolution {
+  const void* x;  // [tokens][channels]; tokens before the first count as 0
+  int64_t x_stride;
+  const float* weight;  // [width][channels], the oldest token's first
+  const float* bias;    // [channels]; or null
+  void* out;            // [tokens][channels]
+  int32_t format;       // kFloat32 or kBFloat16, of x and out
+  int32_t silu;
+  int64_t tokens, channels, width;
 };
 
 // Arguments of the draw of one row from a part of its tokens: the largest score + noise, ties to the lowest index.
@@ -131,8 +162,12 @@ struct Kernels {
   void (*attend_chunk)(const Attention&, int64_t row, int64_t kv_head);
   // The gated delta rule of all tokens of a row, for one head of values.
   void (*delta_rule)(const DeltaRule&, int64_t row, int64_t head);
+  // The selective scan of all tokens of a row, for one head.
+  void (*selective_scan)(const SelectiveScan&, int64_t row, int64_t head);
   // Convolution of a row's channels begin .. end.
   void (*convolve)(const Convolution&, int64_t row, int64_t begin, int64_t end);
+  // Convolution of the tokens begin .. end.
+  void (*convolve_tokens)(const TokenConvolution&, int64_t begin, int64_t end);
 };
 
 const Kernels* portable_kernels();
