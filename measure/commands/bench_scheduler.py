@@ -2,10 +2,10 @@
 
 Scenarios: `steady` (all rows decode), `churn` (8 requests end and 8 arrive in every step), `queued` (churn with 100,000
 waiting requests, for each policy), `tenants` (churn with one waiting request of each of 10,000 tenants, under `fair`),
-`burst` (2,000 requests arrive at 64 idle workers). Every scenario runs several times in turn. The table shows the
-median of each number and the range of the totals. Columns: "to plan" is the time from a result to the next plan.
-"admission" is the time to queue a request. "admit" is the time to assign a row, per admitted request. "longest" is the
-longest plan.
+`burst` (2,000 requests arrive at 64 idle workers, under `fcfs` and `balanced`). Every scenario runs several times in
+turn. The table shows the median of each number and the range of the totals. Columns: "to plan" is the time from a
+result to the next plan. "admission" is the time to queue a request. "admit" is the time to assign a row, per admitted
+request. "longest" is the longest plan.
 """
 
 import json

@@ -8,8 +8,9 @@ staggered row lengths, prompts of 2,048 tokens with block keys as computed by th
 
 Scenarios: `steady` (all rows decode), `churn` (8 requests end and 8 arrive in every step), `queued` (as churn, with
 100,000 requests waiting, per policy), `tenants` (as queued, with one request of each of 10,000 tenants, under `fair`),
-`burst` (2,000 requests arrive at 64 idle workers, repeatedly; a step is that of one worker). `admission` is the cost of
-queueing a request; `admit` is the cost of giving one a row: the time of a plan, divided by the requests it admits.
+`burst` (2,000 requests arrive at 64 idle workers, repeatedly, under `fcfs` and under the default policy; a step is that
+of one worker). `admission` is the cost of queueing a request; `admit` is the cost of giving one a row: the time of a
+plan, divided by the requests it admits.
 """
 
 import dataclasses
@@ -305,10 +306,15 @@ def bench_churn(
 
 
 def bench_burst(
-    bursts: int, telemetry: Telemetry, *, workers: int = BURST_WORKERS, requests: int = BURST_REQUESTS
+    bursts: int,
+    telemetry: Telemetry,
+    *,
+    policy: str = "fcfs",
+    workers: int = BURST_WORKERS,
+    requests: int = BURST_REQUESTS,
 ) -> CoreResult:
     """Measure bursts of `requests` requests that arrive at idle workers, until all requests have ended."""
-    bench = Bench(BURST_ROWS, "fcfs", telemetry, workers=workers)
+    bench = Bench(BURST_ROWS, policy, telemetry, workers=workers)
     admission: list[float] = []
     turns: list[_Turn] = []
     for burst in range(1 + bursts):
@@ -320,7 +326,7 @@ def bench_burst(
         if burst:  # The first burst warms the caches and is not counted.
             admission += queueing
             turns += found
-    return _result("burst", BURST_ROWS, requests, "fcfs", turns, admission, workers=workers)
+    return _result("burst", BURST_ROWS, requests, policy, turns, admission, workers=workers)
 
 
 def _arrivals(bench: Bench, rows: int, count: int) -> Iterator[list[bytes]]:
@@ -382,7 +388,7 @@ def run_all(steps: int, queued: int) -> list[CoreResult]:
     results += [bench_churn(256, steps // 4, telemetry, policy=policy, queued=queued) for policy in POLICIES]
     many = min(queued, MANY_TENANTS)
     results.append(bench_churn(256, steps // 4, telemetry, policy="fair", queued=many, tenants=many))
-    results.append(bench_burst(max(1, steps // 80), telemetry))
+    results += [bench_burst(max(1, steps // 80), telemetry, policy=policy) for policy in ("fcfs", "balanced")]
     return results
 
 

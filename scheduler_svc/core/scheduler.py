@@ -91,9 +91,8 @@ class Scheduler:
         if self._untidy:
             self.tidy()
         self._fleet.time_passes(now)
-        paces = self._requests.forecast.paces
-        if paces and type(event) is not ev.RequestArrived:
-            paces.clear()
+        if type(event) is not ev.RequestArrived:
+            self._requests.forecast.workers_change()
         getattr(self, self._HANDLERS[type(event)])(event, now)
         return self._take_effects()
 
@@ -113,7 +112,7 @@ class Scheduler:
         """Like `plan`, for a worker whose plan is due."""
         if self._untidy:
             self.tidy()
-        self._requests.forecast.paces.clear()
+        self._requests.forecast.workers_change()
         backlog = self._requests.backlog
         backlog.time_passed(now)
         may_admit = backlog.has_for(worker)

@@ -9,7 +9,7 @@ from protos.quire.plan.v1 import plan_pb2
 from protos.quire.record.v1 import record_pb2 as pb
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
-from scheduler_svc.core.interface.records import Note, NoteKind, Peer, QueueNote, RequestEnded
+from scheduler_svc.core.interface.records import Line, NoteKind, Peer, QueueNote, RequestEnded, to_note
 from scheduler_svc.recorder.step_view import About, StepView
 from scheduler_svc.recorder.steps import NS, WorkerState, write_answer, write_plan
 from scheduler_svc.recorder.tags import Tagger
@@ -91,7 +91,7 @@ class Encoder:
                     message = self._entry(note.time).queue_note
                     message.worker, message.reason = self._peer(note.worker), worker.obstacle
                 else:
-                    self._note(note)
+                    self._note(*note)
             for effect in item.effects:
                 kind = type(effect)
                 if kind is ef.TokensReady:
@@ -147,8 +147,9 @@ class Encoder:
         for note in item.notes:
             if isinstance(note, QueueNote):
                 continue
-            arrived = self._live.get((note.frontend, note.stream))
-            view.noted(note, "" if arrived is None else arrived.spec.request_id)
+            key, line = note
+            arrived = self._live.get(key)
+            view.noted(to_note(key, line), "" if arrived is None else arrived.spec.request_id)
         for effect in item.effects:
             if isinstance(effect, RequestEnded):
                 view.ended(effect, item.now)
@@ -159,14 +160,17 @@ class Encoder:
         if worker is not None:
             view.lost(event.worker, worker.hello.worker_id, event.reason, now)
 
-    def _note(self, note: Note) -> None:
-        message = self._entry(note.time).note
-        _fill(message, self._peer(note.frontend), note.stream)
-        # The final message may quote the request.
-        text = note.text.partition(" (")[0] if note.kind is NoteKind.ENDED and not self._with_tokens else note.text
-        message.kind, message.text = note.kind.value, text
-        if note.by is not None:
-            message.by.extend((self._peer(note.by[0]), note.by[1]))
+    def _note(self, key: tuple[Peer, int], line: Line) -> None:
+        time, kind, text, by = line
+        message = self._entry(time).note
+        _fill(message, self._peer(key[0]), key[1])
+        if not isinstance(text, str):
+            text = text.text
+        if kind is NoteKind.ENDED and not self._with_tokens:
+            text = text.partition(" (")[0]  # The final message may quote the request.
+        message.kind, message.text = kind.value, text
+        if by is not None:
+            message.by.extend((self._peer(by[0]), by[1]))
 
     # ---------------------------------------------------------------- entries
 

@@ -47,7 +47,7 @@ _KEYS = {
     ("HostKeys", "_blocks"), ("HostKeys", "_keys"), ("BlockPool", "saved"),
     ("_Node", "keys"), ("_Node", "children"), ("PrefixCache", "_next_keys"), ("PrefixCache", "_pending"),
     ("Request", "keys"), ("PartialBlocks", ""), ("PartialBlocks", "_followers"),
-    ("Backlog", "_prefixes"), ("OutputLengths", "_samples"), ("_Wanted", ""),
+    ("Backlog", "_prefixes"), ("OutputLengths", "_samples"), ("OutputLengths", "_sorted"), ("_Wanted", ""),
     ("Sessions", "_kinds"), ("Sessions", "_stems"), ("Sessions", "_tails"), ("_Session", "stem"),
     ("_Session", "tail"),
 }  # fmt: skip

@@ -16,7 +16,7 @@ from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.core.interface.effects import Effect
 from scheduler_svc.core.interface.events import Event
 from scheduler_svc.core.interface.plan import Plan
-from scheduler_svc.core.interface.records import Note, Notes, Peer, QueueNote
+from scheduler_svc.core.interface.records import Notes, Peer, QueueNote, RequestLine
 from scheduler_svc.core.memory.partial_blocks import PartialMatch
 from scheduler_svc.core.memory.token_facts import TokenFacts
 from scheduler_svc.core.scheduler import Scheduler
@@ -44,7 +44,7 @@ class Handled(NamedTuple):
     effects: list[Effect]
     facts: Facts | None
     timings: plan_pb2.StepTimings | None
-    notes: Sequence[Note | QueueNote]
+    notes: Sequence[RequestLine | QueueNote]
     """New lines of requests' histories."""
 
 
@@ -56,7 +56,7 @@ class Planned(NamedTuple):
     plan: Plan | None
     effects: list[Effect]
     facts: Facts | None
-    notes: Sequence[Note | QueueNote]
+    notes: Sequence[RequestLine | QueueNote]
 
 
 class Reported(NamedTuple):
@@ -164,7 +164,7 @@ class Tape:
         """Append a call of `plan`."""
         self.append(Planned(peer, now, plan, effects, self.facts.take(), self._take_notes()))
 
-    def _take_notes(self) -> Sequence[Note | QueueNote]:
+    def _take_notes(self) -> Sequence[RequestLine | QueueNote]:
         if not self.notes:
             return ()
         notes = self.notes.copy()

@@ -10,7 +10,7 @@ from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.core.interface.plan import Plan
-from scheduler_svc.core.interface.records import Note, Notes, QueueNote, WaitReason
+from scheduler_svc.core.interface.records import Note, Notes, QueueNote, WaitReason, to_note
 from scheduler_svc.core.scheduler import Scheduler
 from shared.columns import to_column
 from shared.request_spec import Pooling, RequestSpec
@@ -49,7 +49,7 @@ class Cluster:
     @property
     def notes(self) -> list[Note]:
         """Notes of all requests, in order."""
-        return [note for note in self.all_notes if isinstance(note, Note)]
+        return [to_note(*note) for note in self.all_notes if not isinstance(note, QueueNote)]
 
     @property
     def obstacles(self) -> list[WaitReason | None]:

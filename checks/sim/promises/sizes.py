@@ -48,6 +48,7 @@ _HAS_OWN_LIMIT = frozenset(
         "History._ended",
         "KeptLogs._logs",
         "OutputLengths._samples",
+        "OutputLengths._sorted",
         "Sessions._free",
         "Sessions._kinds",
         "Sessions._lengths",

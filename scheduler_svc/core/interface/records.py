@@ -2,6 +2,7 @@
 
 import enum
 from dataclasses import dataclass
+from typing import Protocol
 
 from scheduler_svc.core.interface.arrays import Int32Array
 from shared.request_spec import RequestSpec
@@ -198,7 +199,36 @@ class QueueNote:
     """None if no obstacle exists, or no request is left."""
 
 
-Notes = list[Note | QueueNote]
+class LateText(Protocol):
+    """A value whose text is only made when somebody reads it, because most lines are never read."""
+
+    @property
+    def text(self) -> str:
+        """The text."""
+
+
+Line = tuple[float, NoteKind, str | LateText, tuple[Peer, int] | None]
+"""Time, kind and text of a note, and the request that caused it: (front end, stream). A plain tuple, because most lines
+are never read.
+"""
+RequestLine = tuple[tuple[Peer, int], Line]
+"""(front end, stream) of a request, and a line of its history."""
+Notes = list[RequestLine | QueueNote]
+
+
+def to_note(key: tuple[Peer, int], line: Line) -> Note:
+    """Return a line of the history of the request with this key."""
+    time, kind, text, by = line
+    frontend, stream = key
+    return Note(
+        frontend=frontend,
+        stream=stream,
+        time=time,
+        kind=kind,
+        text=text if isinstance(text, str) else text.text,
+        by=by,
+    )
+
 
 _OVERHEAD = 512
 """Approximate memory of a log without its tokens, bytes."""

@@ -48,7 +48,8 @@ class RequestRegistry:
 
     def __init__(self, config: CoreConfig, fleet: Fleet, effects: list[Effect], notes: Notes | None = None) -> None:
         self.policy = make_policy(config.policy, config.tenant_weights, config.classes)
-        self._orders_by_length = "sjf" in {config.policy, *(each.policy for each in config.classes.values())}
+        policies = {config.policy, *(each.policy for each in config.classes.values())}
+        self._orders_by_length, self._has_targets = "sjf" in policies, "slo" in policies
         self.forecast = Forecast(fleet, config)
         self.tenants = Tenants(config.tenant_limits)
         self.sessions = Sessions() if config.holds_sessions else None
@@ -174,7 +175,7 @@ class RequestRegistry:
                 )
         self._sequence += 1
         request = to_request(event, self._sequence, now, self._notes)
-        if self._config.policy_of(request.spec.request_class) == "slo":
+        if self._has_targets and self._config.policy_of(request.spec.request_class) == "slo":
             request.ttft_deadline = request.first_token_due(self._config.slo_ttft_s, self._config.slo_ttft_token_s)
         self._requests[key] = request
         if request.grammar_key:
@@ -203,7 +204,7 @@ class RequestRegistry:
         else:
             self._timeouts.watch_deadline(request)
             if request.prediction is not None:
-                request.note(now, NoteKind.FORECAST, request.prediction.text)
+                request.note(now, NoteKind.FORECAST, request.prediction.line)
             if self.sessions is not None and not (request.under_way or request.spec.pooling):
                 turn = self.sessions.arrived(request, now)
                 if turn is not None:
@@ -215,7 +216,8 @@ class RequestRegistry:
         """Forecast times for a new request, which `num_competing` others compete with."""
         worker, uncached = self.forecast.look_up(request, now)
         request.wait.uncached = uncached
-        request.wait.must_start = self.forecast.must_start(request, uncached)
+        if request.deadline is not None:
+            request.wait.must_start = self.forecast.must_start(request, uncached)
         if not request.accepted and not request.num_generated:
             request.prediction = self.forecast.predict(
                 request, uncached, worker, num_competing, self.backlog.competing_tokens, now
@@ -265,14 +267,16 @@ class RequestRegistry:
 
     def requeue(self, request: Request, now: float, outcome: str = "") -> None:
         """Make a request wait for a worker; `outcome` is why it left its previous worker."""
-        is_new = request.state is RequestState.ARRIVED
-        uncached = request.wait.uncached if is_new else self.forecast.uncached_tokens(request)
-        wait = Wait(since=now, tokens=len(request.tokens), uncached=uncached)
+        if request.state is RequestState.ARRIVED:
+            wait = request.wait
+        else:
+            wait = Wait(uncached=self.forecast.uncached_tokens(request))
+        wait.since = now
         if self._orders_by_length:
             wait.forecast_tokens = self.forecast.output_tokens(request)
         if request.total_deadline is not None or request.ttft_deadline is not None:
-            wait.latest_start = self.forecast.latest_start(request, uncached)
-            wait.must_start = self.forecast.must_start(request, uncached)
+            wait.latest_start = self.forecast.latest_start(request, wait.uncached)
+            wait.must_start = self.forecast.must_start(request, wait.uncached)
             if request.late_rank is not None and wait.latest_start is not None and wait.latest_start < now:
                 wait.latest_start = None  # The request keeps its rank among requests that missed their targets.
             else:
@@ -358,7 +362,7 @@ class RequestRegistry:
             event: the state event that ends it: END or REFUSE.
         """
         assert self._requests.pop(request.key) is request
-        self.forecast.paces.clear()
+        self.forecast.workers_change()
         if request.grammar_key:
             with_grammar = self._by_grammar[request.grammar_key]
             del with_grammar[request.key]

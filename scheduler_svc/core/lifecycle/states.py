@@ -104,17 +104,19 @@ class RequestStates:
 
         Args:
             request: a request that is not in a row, or has left it.
-            wait: the new wait.
+            wait: the new wait. It may be the one that a new request arrived with.
             outcome: why its attempt ended, if it had a worker.
         """
-        has_credit = request.allowed > len(request.tokens)
+        num_tokens = len(request.tokens)
+        has_credit = request.allowed > num_tokens
         had_worker = request.state is RequestState.RUNNING or request.state is RequestState.ENDING
         now = wait.since
         self._apply(request, RequestEvent.QUEUE if has_credit else RequestEvent.STARVE, outcome)
         if had_worker:
             request.preemptions += 1
             self._tenants.paused(request, now)
-        self._count_tokens(request, wait.tokens - request.wait.tokens)
+        self._count_tokens(request, num_tokens - request.wait.tokens)
+        wait.tokens = num_tokens
         request.wait = wait
         if has_credit:
             self._backlog.push(request, now)

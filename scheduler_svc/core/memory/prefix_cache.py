@@ -110,6 +110,8 @@ class PrefixCache:
 
     def match(self, keys: bytes) -> IndexArray:
         """Return the blocks of the longest cached prefix of the joined `keys`."""
+        if keys[:KEY_BYTES] not in self._root.children:
+            return NO_INDICES  # Most prompts begin with a new block.
         _, _, _, found = self._walk(keys)
         if len(found) == 1:
             return found[0]

@@ -10,7 +10,6 @@ suspect request, which waits to run alone. A request that cannot start for anoth
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
@@ -211,7 +210,9 @@ class Admission:
                 continue
             if not self._is_eligible(request):
                 continue
-            if not gate.admits(len(request.tokens), num_running=self._worker.rows.num_running, now=self._now):
+            if not gate.is_always_open and not gate.admits(
+                len(request.tokens), num_running=self._worker.rows.num_running, now=self._now
+            ):
                 request.waits_for(WaitReason.BATCH, self._now)
                 self.obstacle = WaitReason.BATCH
                 self._looked_past.append(request)
@@ -270,18 +271,23 @@ class Admission:
             return False
         rows, block_size = worker.rows, worker.rows.block_size
         whole, worst = -(-len(request.tokens) // block_size), -(-(worker.limit_of(request) - 1) // block_size)
-        fits = partial(
-            worker.capacity.admits,
-            rows,
-            worst_blocks=worst - (1 - worker.limit_of(first)) // block_size,
-            growth=max(0, worst - whole),
-        )
+        worst_of_both = worst - (1 - worker.limit_of(first)) // block_size
         num_blocks, num_available = whole - (-len(first.tokens)) // block_size, worker.pool.num_available
-        if fits(num_new=num_blocks, num_available=num_available):
-            return True
-        cached = [worker.match_on_device(each).blocks for each in (request, first)]
-        num_idle = sum(worker.pool.count_idle(blocks) for blocks in cached)
-        return fits(num_new=num_blocks - sum(map(len, cached)), num_available=num_available - num_idle)
+        for is_cached in (False, True):
+            if is_cached:
+                # Only search for cached blocks if they matter.
+                cached = [worker.match_on_device(each).blocks for each in (request, first)]
+                num_blocks -= sum(map(len, cached))
+                num_available -= sum(worker.pool.count_idle(blocks) for blocks in cached)
+            if worker.capacity.admits(
+                rows,
+                num_new=num_blocks,
+                worst_blocks=worst_of_both,
+                num_available=num_available,
+                growth=worst - whole if worst > whole else 0,
+            ):
+                return True
+        return False
 
     def next_suspect(self) -> tuple[Request, Room] | None:
         """Return a suspect request that can start now and the memory for its KV; other suspects keep their places.

@@ -91,6 +91,8 @@ class StepChunks:
         chunk, charged = (0, 0) if at is None else (self.lengths[at], self._charged[at])
         computed = rows.computed.item(row)
         rest = rows.length.item(row) - computed - chunk
+        if not rest and not self._break_even:
+            return 0  # The budget always suffices for nothing.
         affordable = longest_chunk(budget + charged, computed, self._break_even) - chunk
         if at is None and budget == self.budget:
             affordable = max(1, affordable)

@@ -38,10 +38,21 @@ class _Ratios:
         self.distances = list(distances)
         """Mean distances of the logarithms from each quantile."""
         self.count = 0
+        self._factors: tuple[float, float, float] | None = None
+        """The quantiles of the ratio; None if they must be computed from `values`."""
+
+    @property
+    def factors(self) -> tuple[float, float, float]:
+        """Quantiles of the ratio. Many requests may be forecast between two measurements."""
+        if self._factors is None:
+            low, middle, high = self.values
+            self._factors = exp(low), exp(middle), exp(high)
+        return self._factors
 
     def add(self, logs: Sequence[float], seconds: float, forecasts: Sequence[float]) -> None:
         """Record a true time, its forecast for each share, and the logarithm of true time / estimate for each share."""
         self.count += 1
+        self._factors = None
         gain = _GAIN if self.count > _EARLY else 1.0 / (self.count + 5)
         for at, share in _SHARES:
             value, mean = self.values[at], self.distances[at]
@@ -77,14 +88,14 @@ class Calibration:
         first, second, third = bases
         size = (int(second * 100).bit_length() + 1) // 2
         regime = 2 * (size if size < _REGIMES else _REGIMES - 1) + is_blocked
-        low, middle, high = self._regimes.get(regime, self._all).values
-        surely = (first + _OFFSET_S) * exp(low) - _OFFSET_S
+        low, middle, high = self._regimes.get(regime, self._all).factors
+        surely = (first + _OFFSET_S) * low - _OFFSET_S
         if surely < 0.0:
             surely = 0.0
-        median = (second + _OFFSET_S) * exp(middle) - _OFFSET_S
+        median = (second + _OFFSET_S) * middle - _OFFSET_S
         if median < surely:
             median = surely
-        p90 = (third + _OFFSET_S) * exp(high) - _OFFSET_S
+        p90 = (third + _OFFSET_S) * high - _OFFSET_S
         return Estimate(regime, bases, (surely, median, p90 if p90 > median else median))
 
     def happened(self, estimate: Estimate, seconds: float) -> None:

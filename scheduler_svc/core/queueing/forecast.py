@@ -52,6 +52,10 @@ class _Pace(NamedTuple):
     """Prompt tokens per step."""
     hash_block_size: int
     """Size of the blocks if only whole blocks are cached; 0 if parts are cached, too."""
+    is_full: bool
+    """Whether all its rows are in use."""
+    is_obstructed: bool
+    """Whether the requests that compete for it lack a row or memory."""
 
 
 class Forecast:
@@ -62,9 +66,11 @@ class Forecast:
         self.waits, self.first_tokens, self.ends = Calibration(), Calibration(), Calibration()
         self._fleet = fleet
         self._config = config
-        self.paces: dict[Worker, _Pace] = {}
-        """The state of workers at `_paces_at`, for requests that arrive; cleared before anything changes a worker."""
+        self._paces: dict[Worker, _Pace] = {}
+        """The state of workers at `_paces_at`, for requests that arrive."""
         self._paces_at = 0.0
+        self._soonest: dict[int, Worker | None] = {}
+        """By block size, the worker that would soonest compute a prompt that no worker has cached, at `_paces_at`."""
         self._admissions: deque[float] = deque(maxlen=_MAX_ADMISSIONS)
         """Times of the last admissions of blocked requests, since at least one has always been waiting."""
 
@@ -87,10 +93,20 @@ class Forecast:
 
     # ---------------------------------------------------------------- service
 
+    def workers_change(self) -> None:
+        """Drop the state of the workers, because one of them is about to change."""
+        if self._paces:
+            self._paces.clear()
+            self._soonest.clear()
+
     def look_up(self, request: Request, now: float) -> tuple[Worker | None, int]:
         """For a request that arrives, return the worker that would compute it soonest, and `uncached_tokens`."""
         found, soonest, most_cached = None, 0, 0
         holders, block_size = self._holders(request), _block_size_of_keys(request)
+        if not holders and block_size > 0:
+            found = self._soonest_without_prefix(block_size, now)
+            if found is not None:
+                return found, len(request.tokens)
         for worker in self._likely(holders):
             pace = self._pace(worker, now)
             num_cached = 0
@@ -160,9 +176,9 @@ class Forecast:
         if worker is None or not worker.costs.is_measured:
             return None
         num_workers, costs = len(self._fleet), worker.costs
-        backlog, decode_s, step_s, present, budget, _ = self._pace(worker, now)
+        backlog, decode_s, step_s, present, budget, _, is_full, is_obstructed = self._pace(worker, now)
         like = self._like(request)
-        is_blocked = self._is_blocked(worker, num_competing)
+        is_blocked = is_full or (num_competing > 0 and is_obstructed)
         wait = present
         if is_blocked:
             length = _mean(request, self.lengths.like(request) if request.spec.expected_output_tokens else like)
@@ -238,35 +254,49 @@ class Forecast:
     def _pace(self, worker: Worker, now: float) -> _Pace:
         """Return the state of a worker. All requests that arrive at the same time share it."""
         if self._paces_at != now:
-            self.paces.clear()
+            self.workers_change()
             self._paces_at = now
-        pace = self.paces.get(worker)
+        pace = self._paces.get(worker)
         if pace is None:
             costs, rows = worker.costs, worker.rows
             num_running = rows.num_running
             decode_s = costs.decode_s(num_running, rows.num_table_blocks * rows.block_size)
             step_s = decode_s if num_running else worker.decode_step_s
-            pace = self.paces[worker] = _Pace(
+            pace = self._paces[worker] = _Pace(
                 worker.prefill_backlog(),
                 decode_s,
                 step_s + worker.mean_chunks * costs.prompt_token_s,
                 self._residual_s(worker, now),
                 max(1, min(self._config.max_num_batched_tokens, worker.max_tokens_per_step) - num_running),
                 rows.block_size if worker.pool.cache.partial is None else 0,
+                num_running >= min(self._config.max_num_seqs, rows.max_rows),
+                worker.obstacle in (WaitReason.ROWS, WaitReason.MEMORY),
             )
         return pace
+
+    def _soonest_without_prefix(self, block_size: int, now: float) -> Worker | None:
+        """Return the worker that would soonest compute a prompt whose first full block no worker has cached.
+
+        None if there is no worker, or if one has blocks of another size than the prompt's keys.
+        """
+        if self._paces_at == now and block_size in self._soonest:
+            return self._soonest[block_size]
+        found, least = None, 0
+        for worker in self._likely(()):
+            pace = self._pace(worker, now)
+            if pace.hash_block_size != block_size:
+                found = None
+                break
+            if found is None or pace.backlog < least:
+                found, least = worker, pace.backlog
+        self._soonest[block_size] = found
+        return found
 
     def _like(self, request: Request) -> Sequence[int]:
         """Return the lengths of similar finished requests with more tokens; empty if the estimate needs none."""
         if request.spec.pooling or request.spec.expected_output_tokens:
             return ()
         return self.lengths.like(request, request.num_generated)
-
-    def _is_blocked(self, worker: Worker, num_competing: int) -> bool:
-        """Return whether a request that arrives must wait until others end."""
-        if worker.rows.num_running >= min(self._config.max_num_seqs, worker.rows.max_rows):
-            return True
-        return num_competing > 0 and worker.obstacle in (WaitReason.ROWS, WaitReason.MEMORY)
 
     def _residual_s(self, worker: Worker, now: float) -> float:
         """Return the time until the results of the steps in flight arrive."""

@@ -32,16 +32,19 @@ class OutputLengths:
     def __init__(self) -> None:
         """Start without lengths."""
         self._samples: OrderedDict[_Likeness, list[int]] = OrderedDict()
+        self._sorted: dict[_Likeness, list[int]] = {}
+        """The samples of some combinations in ascending order, because many requests may arrive before one ends."""
 
     def finished(self, request: Request) -> None:
         """Record the output length of a completed request."""
         generated, known = request.num_generated, self._samples
         for key in _likenesses(request):
+            self._sorted.pop(key, None)
             samples = known.get(key)
             if samples is None:
                 known[key] = [generated]
                 if len(known) > _MAX_KEYS:
-                    known.popitem(last=False)
+                    self._sorted.pop(known.popitem(last=False)[0], None)
                 continue
             known.move_to_end(key)
             samples.append(generated)
@@ -56,13 +59,15 @@ class OutputLengths:
             num_generated: number of tokens that it has generated; only longer outputs are returned.
         """
         few: list[int] = []
+        if not self._samples:
+            return few
         for key in _likenesses(request):
-            samples = self._samples.get(key)
+            samples = self._sorted.get(key)
             if samples is None:
-                continue
-            longer = sorted(samples)
-            if num_generated:
-                longer = longer[bisect_right(longer, num_generated) :]
+                if key not in self._samples:
+                    continue
+                samples = self._sorted[key] = sorted(self._samples[key])
+            longer = samples[bisect_right(samples, num_generated) :] if num_generated else samples
             if len(samples) >= _ENOUGH and len(longer) >= _ENOUGH_LONGER:
                 return longer
             few = longer or few

@@ -65,9 +65,12 @@ class SessionGate:
 
     def holds(self, request: Request, workers: Iterable[Worker], now: float) -> bool:
         """Return whether a new request must wait, and hold it then."""
-        until = min(request.wait.since + self._longest_wait_s, *_latest(request))
-        if until <= now or not self._sessions.begins(request):
+        if not self._sessions.begins(request):
             self._sessions.pass_gate(request)  # It may have been held before the workers changed.
+            return False
+        until = min(request.wait.since + self._longest_wait_s, *_latest(request))
+        if until <= now:
+            self._sessions.pass_gate(request)
             return False
         self._sessions.wait_at_gate(request)
         if not self.waiting.count(request.spec.tenant) and self._fits(request, _Demand(self, workers, now)):

@@ -131,11 +131,6 @@ class Habits:
                 break
         return min(_MAX_TURNS, ahead)
 
-    @property
-    def num_first_turns(self) -> float:
-        """Number of recent first turns whose sessions have returned or ended."""
-        return self.returned[0] + self.left[0]
-
     def _chance(self, stage: int) -> float:
         """Return the chance of another turn in a stage. Without events it is 0 in the first stage, a half in others."""
         returned = self.returned[stage]
@@ -184,7 +179,7 @@ class _Session:
     def habits(self) -> Habits:
         """The most specific kind with enough first turns, or the most general one."""
         for kind in self.kinds:
-            if kind.num_first_turns >= MIN_FIRST_TURNS:
+            if kind.returned[0] + kind.left[0] >= MIN_FIRST_TURNS:
                 return kind
         return self.kinds[-1]
 
@@ -264,7 +259,7 @@ class Sessions:
         session.prompt = len(request.tokens)
         self._resume(slot)
         request.session = slot
-        self._write(slot, session, request, _ACTIVE, now)
+        self._write(slot, session, request, _ACTIVE, now, self._tenant(slot))
         return Turn(session.turn, pause_s, known)
 
     def started(self, request: Request) -> None:
@@ -312,7 +307,7 @@ class Sessions:
             return
         self._pausing[slot] = None
         self._pausing_of.setdefault(self._tenant(slot), OrderedDict())[slot] = None
-        self._write(slot, session, request, _PAUSING, now)
+        self._write(slot, session, request, _PAUSING, now, self._tenant(slot))
 
     def time_passed(self, now: float) -> None:
         """Count the sessions as ended that have paused for long."""
@@ -331,7 +326,8 @@ class Sessions:
         if session is None or session.turn > 1 or request.spec.ends_session:
             return False
         habits = session.habits
-        return habits.num_first_turns >= MIN_FIRST_TURNS and 2.0 * habits.returned[0] >= habits.num_first_turns
+        num_first_turns = habits.returned[0] + habits.left[0]
+        return num_first_turns >= MIN_FIRST_TURNS and 2.0 * habits.returned[0] >= num_first_turns
 
     def wait_at_gate(self, request: Request) -> None:
         """Record that a request waits for room, so that its working set does not count."""
@@ -399,12 +395,14 @@ class Sessions:
             request: the request.
             can_return: whether to look for sessions whose blocks were evicted, which costs more.
         """
+        if not self._lengths:
+            return None
         num_cached = len(request.tokens) - request.wait.uncached
         for size, keys in request.keys.items():
             # The tail or stem of a cached session is the last block found, or shortly before it.
             last = KEY_BYTES * (num_cached // size)
             ends: Iterable[int] = range(last, max(0, last - (OPENING // size + 3) * KEY_BYTES), -KEY_BYTES)
-            found = self._ending(request, keys, size, ends)
+            found = self._ending(request, keys, size, ends) if last else None
             if found is not None or not can_return:
                 return found
             ends = range(KEY_BYTES, len(keys) + 1, KEY_BYTES)
@@ -453,9 +451,8 @@ class Sessions:
             self._named[name] = slot
         shared = max(0, len(request.tokens) - request.wait.uncached)
         session = self._sessions[slot] = _Session(kinds, turn, len(request.tokens), shared, name)
-        self._table[slot, _TENANT] = number
         request.session = slot
-        self._write(slot, session, request, _ACTIVE, now)
+        self._write(slot, session, request, _ACTIVE, now, number)
 
     def _take_slot(self, tenant: int) -> int | None:
         if self._free:
@@ -493,20 +490,20 @@ class Sessions:
             self._kinds.move_to_end(key)
         return kinds
 
-    def _write(self, slot: int, session: _Session, request: Request, state: float, now: float) -> None:
-        """Write a session into the table as of now."""
+    def _write(self, slot: int, session: _Session, request: Request, state: float, now: float, tenant: int) -> None:
+        """Write a session into the table as of now; `tenant` is the number of its tenant."""
         habits, turn = session.habits, session.turn
         is_pausing = state == _PAUSING
         # The later prompts of a named session may be shorter than the tokens that it shared when it began.
         own = max(0, (session.total if is_pausing else len(request.tokens)) - session.shared)
         if not habits.num_returns:
             due = now + _UNKNOWN_PAUSE_S if is_pausing else np.inf
-            self._table[slot, :_TENANT] = (own, 0.0, 0.0, 0.0, 1.0, now, due, state)
+            self._table[slot] = (own, 0.0, 0.0, 0.0, 1.0, now, due, state, tenant)
             return
         pause_s = max(habits.pause_s, 1e-3)
         due = now + _PAUSES * pause_s if is_pausing else np.inf
         ahead, chance = habits.turns_ahead(turn), habits.chance(turn)
-        self._table[slot, :_TENANT] = (own, habits.growth, ahead, chance, pause_s, now, due, state)
+        self._table[slot] = (own, habits.growth, ahead, chance, pause_s, now, due, state, tenant)
 
     def _tenant(self, slot: int) -> int:
         return int(self._table[slot, _TENANT])

@@ -14,6 +14,8 @@ _FEW_GONE = 16
 """Number of stale entries tolerated in the heap, because they retain the tokens of ended requests."""
 _MAX_SKIPPED = 8
 """Maximum number of requests that are skipped in one search."""
+_Entry = tuple[int, float, int, Request]
+"""Number of tokens, rank and position in the order of arrival of a request, and the request."""
 
 
 class ShortestFirst:
@@ -29,16 +31,16 @@ class ShortestFirst:
         """
         self._competing = competing
         self._rank = rank
-        self._heap: list[tuple[int, float, int, Request]] = []
-        self._places: dict[Request, tuple[int, float]] = {}
-        """The length and the rank in the newest entry of each request."""
+        self._heap: list[_Entry] = []
+        self._places: dict[Request, _Entry] = {}
+        """The newest entry of each request."""
 
     def push(self, request: Request) -> None:
         """Add a request, or put back one."""
-        place = len(request.tokens), self._rank(request)
-        if self._places.get(request) != place:
-            self._places[request] = place
-            heapq.heappush(self._heap, (*place, request.sequence, request))
+        entry = len(request.tokens), self._rank(request), request.sequence, request
+        if self._places.get(request) != entry:
+            self._places[request] = entry
+            heapq.heappush(self._heap, entry)
             self.compact()
 
     def discard(self, request: Request) -> None:
@@ -47,11 +49,12 @@ class ShortestFirst:
 
     def first(self, accepts: Callable[[Request], bool]) -> Request | None:
         """Return the shortest request that `accepts` approves, or None. Only a few are checked."""
-        skipped: list[tuple[int, float, int, Request]] = []
+        skipped: list[_Entry] = []
         found = None
         while self._heap and len(skipped) < _MAX_SKIPPED:
-            length, rank, _, request = self._heap[0]
-            is_newest = self._places.get(request) == (length, rank)
+            entry = self._heap[0]
+            length, _, _, request = entry
+            is_newest = self._places.get(request) == entry
             if self._competing.get(request) is None or not is_newest:
                 heapq.heappop(self._heap)
                 if is_newest:
@@ -72,6 +75,6 @@ class ShortestFirst:
         """Drop void entries if there are many."""
         if len(self._heap) > _FEW_GONE + 2 * len(self._competing):
             present = {each for each, queue in self._competing.items() if queue is not None}
-            self._places = {each: place for each, place in self._places.items() if each in present}
-            self._heap = [(*place, each.sequence, each) for each, place in self._places.items()]
+            self._places = {each: entry for each, entry in self._places.items() if each in present}
+            self._heap = list(self._places.values())
             heapq.heapify(self._heap)

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from scheduler_svc.core.interface.records import Note
-from scheduler_svc.core.requests.request import Line, Request, RequestKey
+from scheduler_svc.core.interface.records import Line, Note, to_note
+from scheduler_svc.core.requests.request import Request, RequestKey
 
 MAX_ENDED = 1024
 """Number of stored histories; each has at most as many lines as a live request's history."""
@@ -28,11 +28,7 @@ class Story(NamedTuple):
     @property
     def notes(self) -> list[Note]:
         """Notes, oldest first."""
-        frontend, stream = self.key
-        return [
-            Note(frontend=frontend, stream=stream, time=time, kind=kind, text=text, by=by)
-            for time, kind, text, by in self.lines
-        ]
+        return [to_note(self.key, line) for line in self.lines]
 
     @property
     def events(self) -> list[tuple[float, str]]:

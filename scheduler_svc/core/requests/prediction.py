@@ -49,11 +49,27 @@ class Prediction(NamedTuple):
     """Time until its last token; None if its length is unknown."""
 
     @property
+    def line(self) -> "ForecastLine":
+        """What the request's history shows of the prediction."""
+        (_, row, row_p90), (_, first, first_p90) = self.wait.values, self.first_token.values
+        return ForecastLine(row, row_p90, first, first_p90, None if self.end is None else self.end.values[1:])
+
+
+class ForecastLine(NamedTuple):
+    """Median and 90th percentile of the times in a request's history; its text is made when somebody reads it."""
+
+    row: float
+    row_p90: float
+    first_token: float
+    first_token_p90: float
+    end: tuple[float, float] | None
+    """None if its length is unknown."""
+
+    @property
     def text(self) -> str:
-        """The prediction as a line of the request's history, read by `read_text`."""
-        wait, first = self.wait.values, self.first_token.values
-        text = _TEXT % (wait[1], wait[2], first[1], first[2])
-        return text if self.end is None else text + _END % (self.end.values[1], self.end.values[2])
+        """The line, read by `read_text`."""
+        text = _TEXT % self[:4]
+        return text if self.end is None else text + _END % self.end
 
 
 class Forecasted(NamedTuple):
@@ -66,6 +82,6 @@ class Forecasted(NamedTuple):
 
 
 def read_text(text: str) -> list[Forecasted]:
-    """Return the forecasts in a line made by `Prediction.text`."""
+    """Return the forecasts in the text of a `ForecastLine`."""
     found = re.findall(r"(row|first token|end) within ([\d.]+) s \(90 %: ([\d.]+) s\)", text)
     return [Forecasted(of, float(median), float(p90)) for of, median, p90 in found]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from scheduler_svc.core.interface.arrays import Int32Array
-from scheduler_svc.core.interface.records import Note, NoteKind, Notes, Peer, RequestArrived, WaitReason
+from scheduler_svc.core.interface.records import LateText, Line, NoteKind, Notes, Peer, RequestArrived, WaitReason
 from scheduler_svc.core.memory.swapping import SwappedKV
 from scheduler_svc.core.requests.accounts import Account
 from scheduler_svc.core.requests.prediction import Prediction
@@ -30,10 +30,6 @@ class RequestKey(NamedTuple):
 
     frontend: Peer
     stream: int
-
-
-Line = tuple[float, NoteKind, str, RequestKey | None]
-"""Time, kind and text of a note, and the request that caused it. A plain tuple, because most lines are never read."""
 
 
 class RequestState(enum.Enum):
@@ -231,13 +227,13 @@ class Request:
         self.allowed += tokens
         self.starved_since = None
 
-    def note(self, now: float, kind: NoteKind, text: str, *, by: "RequestKey | None" = None) -> None:
+    def note(self, now: float, kind: NoteKind, text: str | LateText, *, by: "RequestKey | None" = None) -> None:
         """Add a line to the request's history."""
+        line = now, kind, text, by
         if len(self.story) < _STORY_LENGTH:
-            self.story.append((now, kind, text, by))
+            self.story.append(line)
         if self.notes is not None:
-            frontend, stream = self.key
-            self.notes.append(Note(frontend=frontend, stream=stream, time=now, kind=kind, text=text, by=by))
+            self.notes.append((self.key, line))
 
     def waits_for(self, reason: WaitReason, now: float) -> None:
         """Record the reason why the request waits. A note is added only when the reason changes."""

@@ -61,7 +61,9 @@ class Kinds:
                 lengths = sorted({kind.max_model_len for kind in self.all if kind.meets(demand)})
                 if lengths:
                     self._lengths[demand] = lengths
-        self._met_by_all = {demand for demand in self._lengths if all(kind.meets(demand) for kind in self.all)}
+        self._met_by_all: set[tuple[bool, str]] = {
+            demand for demand in self._lengths if all(kind.meets(demand) for kind in self.all)
+        }
 
     def serve(self, request: Request) -> bool:
         """Return whether a worker of one of these kinds serves the request."""
@@ -69,17 +71,19 @@ class Kinds:
 
     def serves(self, kind: Kind, request: Request) -> bool:
         """Return whether workers of this kind serve the request."""
+        if self._is_served_by_all(request):
+            spec = request.spec
+            embeds = kind.embeds or not spec.pooling
+            return embeds and kind.max_model_len >= self._shortest and spec.model in ("", kind.model)
         demand = _demand(request)
-        if request.limit <= self._shortest and demand in self._met_by_all:
-            return kind.max_model_len >= self._shortest and kind.meets(demand)
         length = self._min_model_len(request, demand)
         return length is not None and self.contains(Scope(demand, length), kind)
 
     def scope(self, request: Request) -> Scope | None:
         """Return the request's scope; None if all workers or no worker can serve it."""
-        demand = _demand(request)
-        if request.limit <= self._shortest and demand in self._met_by_all:
+        if self._is_served_by_all(request):
             return None
+        demand = _demand(request)
         length = self._min_model_len(request, demand)
         if length is None or (len(self.all) == 1 and demand in self._met_by_all):
             return None
@@ -95,6 +99,11 @@ class Kinds:
     def longest(self, request: Request) -> int:
         """Return the longest context among the workers that meet the request's demand; 0 if there are none."""
         return self._lengths.get(_demand(request), (0,))[-1]
+
+    def _is_served_by_all(self, request: Request) -> bool:
+        spec = request.spec
+        # A tuple equals the `Demand` with the same values, and is faster to make.
+        return request.limit <= self._shortest and (bool(spec.pooling), spec.model) in self._met_by_all
 
     def _min_model_len(self, request: Request, demand: Demand) -> int | None:
         """Return the shortest context among the workers that can serve the request; None if no worker can."""
