@@ -7,7 +7,7 @@ pause do not count as missing. Only the poll blocks.
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import zmq
@@ -194,6 +194,10 @@ class SchedulerService:
         """
         self._unsent: list[_UnsentPlan] = []
         """Plans that were made in this turn and not sent yet, in order."""
+        self._arriving: Iterator[bool] = iter(())
+        """Handles the rest of a front end's frame, which was too long for one turn."""
+        self._arriving_at = 0.0
+        """Time at which the events from front ends happen that are handled now, s."""
         self._snapshots = MetricSnapshots(self._frontends, self._families_in_parts)
         self._part_times = [self._metrics.turn_part(name) for name in TURN_PARTS]
         self._part_began = 0.0
@@ -321,11 +325,11 @@ class SchedulerService:
         if self._recorder is not None:
             self._recorder.turn(self._core, self._part_began)
         self._part_done(0)
-        more = self._take_in(self._workers.socket, self._worker_frame)
+        more = self._take_in_results()
         self._part_done(1)
         self._lose_gone(time.monotonic())
         self._part_done(2)
-        more |= self._take_in(self._frontends.socket, self._frontend_frame)
+        more |= self._take_in_requests()
         self._part_done(3)
         now = time.monotonic()
         if now >= self._look_at():
@@ -360,7 +364,9 @@ class SchedulerService:
         self._part_done(7)
         return more or bool(self._gone)
 
-    def _take_in(self, socket: "zmq.Socket[bytes]", handle: Callable[[ev.Peer, bytes, float], None]) -> bool:
+    def _take_in_results(self) -> bool:
+        """Read workers' frames for a limited time; return whether some may be left."""
+        socket = self._workers.socket
         if not is_readable(socket):  # Checking is cheaper than the exception for receiving from an empty socket.
             return False
         started = now = time.monotonic()
@@ -371,13 +377,33 @@ class SchedulerService:
             peer, payload = frame
             now = time.monotonic()
             try:
-                handle(peer, payload, now)
+                self._worker_frame(peer, payload, now)
             except MalformedFrameError as error:
-                self._metrics.malformed_frames += 1
-                if self._metrics.malformed_frames == 1:
-                    text = "malformed frame dropped; further ones are counted without a log line"
-                    log.warning(text, peer=peer.decode(errors="replace"), error=str(error))
+                self._malformed(peer, error)
         return True
+
+    def _take_in_requests(self) -> bool:
+        """Read front ends' frames for a limited time; return whether some may be left.
+
+        A frame may contain hundreds of requests. If the time is over, the next turn continues with the rest of it.
+        """
+        socket = self._frontends.socket
+        self._arriving_at = started = now = time.monotonic()
+        while now - started < RECEIVING_S:
+            if not next(self._arriving, False):
+                frame = receive_from(socket) if is_readable(socket) else None
+                if frame is None:
+                    return False
+                self._arriving_at = time.monotonic()
+                self._arriving = self._frontend_frame(*frame)
+            now = time.monotonic()
+        return True
+
+    def _malformed(self, peer: ev.Peer, error: MalformedFrameError) -> None:
+        self._metrics.malformed_frames += 1
+        if self._metrics.malformed_frames == 1:
+            text = "malformed frame dropped; further ones are counted without a log line"
+            log.warning(text, peer=peer.decode(errors="replace"), error=str(error))
 
     # ---------------------------------------------------------------- workers
 
@@ -502,17 +528,25 @@ class SchedulerService:
 
     # ---------------------------------------------------------------- front ends
 
-    def _frontend_frame(self, peer: ev.Peer, payload: bytes, now: float) -> None:
+    def _frontend_frame(self, peer: ev.Peer, payload: bytes) -> Iterator[bool]:
+        """Handle a front end's frame; yield True after each event, so that the caller may continue later."""
         try:
-            incoming = frontend_link.decode(peer, payload, now)
+            incoming = frontend_link.decode(peer, payload, self._arriving_at)
         except UnsupportedVersionError as error:
             self._frontends.refuse(peer, str(error))
             return
-        if not self._frontends.heard(peer, now, version=incoming.hello):
+        except MalformedFrameError as error:
+            self._malformed(peer, error)
+            return
+        if not self._frontends.heard(peer, self._arriving_at, version=incoming.hello):
             self._frontends.send_unknown(peer)
             return
         for event in incoming.events:
-            self._apply(event, now)
+            self._apply(event, self._arriving_at)
+            yield True
+            if peer not in self._frontends:
+                return  # It was lost before the rest of its frame was handled.
+        now = self._arriving_at
         if self._recorder is not None:
             for measured in incoming.request_reports:
                 self._recorder.reported(peer, measured, now)

@@ -69,6 +69,10 @@ class FrontendHub:
     def __len__(self) -> int:
         return len(self._frontends)
 
+    def __contains__(self, peer: ev.Peer) -> bool:
+        """Return whether a front end is connected."""
+        return peer in self._frontends
+
     def heard(self, peer: ev.Peer, now: float, *, version: int = 0) -> bool:
         """Renew a front end's lease; return whether the front end is known.
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from protos.quire.link.v1 import link_pb2
 from protos.quire.plan.v1 import plan_pb2
 from records.rules.model_worker import ModelWorker
+from scheduler_svc import service as service_module
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.plan import BlockCopy, Plan, RowAdmission
@@ -425,5 +426,49 @@ def test_a_plan_that_cannot_be_sent_costs_an_epoch_and_no_request(
         service.stop()
         thread.join()
         service.close()
+        telemetry.shutdown()
+        context.destroy(linger=0)
+
+
+def test_a_long_frame_takes_several_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If reading takes too long, the loop makes plans before it handles the rest of a frame, in the same order."""
+    config = SchedulerConfig(frontend_address=f"ipc://{tmp_path}/f", worker_address=f"ipc://{tmp_path}/w")
+    telemetry = Telemetry("test")
+    scheduler = SchedulerService(config, telemetry, 1 << 40)
+    turn, live = scheduler._turn, []
+
+    def counted() -> bool:
+        more = turn()
+        live.append([request.request_id for request in scheduler._core.requests(9)])
+        return more
+
+    monkeypatch.setattr(service_module, "RECEIVING_S", 1e-9)
+    monkeypatch.setattr(scheduler, "_turn", counted)
+    thread = threading.Thread(target=scheduler.run)
+    thread.start()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    frontend = FrontendPeer(context, config.frontend_address, "f/1", LINK_MAX_MESSAGE)
+    try:
+        frontend.hello()
+        submissions = [
+            link_pb2.Submission(
+                stream=stream,
+                request_id=f"r{stream}",
+                token_ids=to_column([1, 2, 3]),
+                num_prompt_tokens=3,
+                max_tokens=2,
+                credit=99,
+            )
+            for stream in (1, 2, 3)
+        ]
+        frontend.send(link_pb2.FrontendMessage(submissions=submissions, snapshot_request=7))
+        assert frontend.until("snapshot").snapshot.request == 7
+        after_turns = [ids for number, ids in enumerate(live) if ids and ids not in live[:number]]
+        assert after_turns == [["r1"], ["r1", "r2"], ["r1", "r2", "r3"]]
+    finally:
+        frontend.close()
+        scheduler.stop()
+        thread.join()
+        scheduler.close()
         telemetry.shutdown()
         context.destroy(linger=0)
