@@ -11,6 +11,7 @@ restart.
 * `mirror`: the folder that a standby writes.
 * `waiting`: the standby's side, until it leads.
 * `election`: the lease in a store, through which one of several schedulers leads; `stores`: etcd and Kubernetes.
+* `tenure`: the time in which a scheduler may lead by its lease, and its number.
 * `guard`: a process that revokes the lease when the scheduler's process dies.
 * `take_over`: the operator's command.
 """

@@ -2,7 +2,7 @@
 
 A lease ends by itself if its holder does not renew it. The holder counts the duration from before its last request, so
 it stops leading before another scheduler can acquire the lease, whatever the time of day is on their machines. Only the
-speed of the clocks matters (`_MARGIN`). The holder's process may be stopped at any time. The number under which it
+speed of the clocks matters (`tenure`). The holder's process may be stopped at any time. The number under which it
 leads (`leader_number`) fences frames that it had already begun to send.
 
 Each acquisition stores a higher number in one transaction with the lease, so no two schedulers ever lead under the same
@@ -17,10 +17,9 @@ import threading
 import time
 from typing import Protocol
 
+from scheduler_svc.standby.tenure import Tenure
 from shared.logging import get_logger
 
-_MARGIN = 0.1
-"""Share of the duration by which the holder stops leading earlier, for clocks that run at different speeds."""
 _RENEWALS = 5
 """Number of attempts to renew or acquire a lease within its duration."""
 
@@ -102,14 +101,10 @@ class Election:
 
     def __init__(self, store: LeaseStore, duration_s: float, guard: Guard | None = None) -> None:
         self._store, self._guard = store, guard
-        self._valid_s = duration_s * (1 - _MARGIN)
+        self._tenure = Tenure(duration_s)
         self.interval_s = duration_s / _RENEWALS
         self.grace_s = 2 * duration_s
         """Time without a leader after which a scheduler stands that may have missed a part of the journal, seconds."""
-        self.number = 0
-        """Number under which this scheduler leads; 0 while it does not hold the lease."""
-        self.held_until = 0.0
-        """Time (`time.monotonic`) after which this scheduler must not send anything more."""
         self._highest: int | None = None
         self.woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """File descriptor that becomes readable when this scheduler begins to lead."""
@@ -119,6 +114,15 @@ class Election:
         self._reaches_store = True
         self._thread.start()
 
+    @property
+    def number(self) -> int:
+        """Number under which this scheduler leads; 0 while it does not hold the lease."""
+        return self._tenure.number
+
+    def may_send(self, now: float) -> bool:
+        """Return whether this scheduler leads at this time (`time.monotonic`), so that it may send something."""
+        return self._tenure.may_send(now)
+
     def stand(self, highest: int) -> None:
         """Try to acquire the lease from now on; `highest` is the highest leader number that this scheduler knows."""
         self._highest = highest
@@ -127,7 +131,7 @@ class Election:
         """Release the lease if it is held. Call this after the sockets and folders of this scheduler are closed."""
         self._ended.set()
         self._thread.join()
-        if self.number and self.held_until:
+        if self._tenure.number and self._tenure.held_until:
             try:
                 self._store.revoke(self._store.token, self.interval_s)
             except LeaseError as error:
@@ -154,16 +158,15 @@ class Election:
                         log.warning(
                             "leader lease: lost", leader_number=self.number, to=self._store.holder or "no scheduler yet"
                         )
-                        self.held_until = 0.0
+                        self._tenure.lost()
                         self._hold("")
                         return
-                    self.held_until = began + self._valid_s
+                    self._tenure.renewed(began)
                 elif self._highest is not None:
                     number = self._store.acquire(self._highest, self.interval_s)
                     if number:
                         self._hold(self._store.token)
-                        self.held_until = began + self._valid_s
-                        self.number = number
+                        self._tenure.acquired(number, began)
                         os.eventfd_write(self.woken, 1)
                     else:
                         self._note_holder()

@@ -143,7 +143,7 @@ class Standbys:
 
     def read(self, now: float) -> None:
         """Handle all messages that have arrived, and the end of the lease."""
-        if self._election is not None and now > self._election.held_until:
+        if self._election is not None and not self._election.may_send(now):
             if not self.successor:
                 log.warning("leader lease: not renewed in time; if its store is slow, increase --leader-lease-s")
             # The holder of the next lease leads under this number or a higher one.

@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 from scheduler_svc.standby.election import LeaseError, LeaseStore
+from scheduler_svc.standby.tenure import next_number
 from shared.config import ConfigError
 
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -162,7 +163,7 @@ class EtcdLease:
             self.holder = _text(held[0]["value"])
             return 0
         stored = int(_text(last[0]["value"])) if last else 0
-        number = _next(stored, highest)
+        number = next_number(stored, highest, _now_ms())
         self._id = self._call("lease/grant", {"TTL": str(max(1, round(self._duration_s)))}, timeout_s)["ID"]
         transaction = {
             "compare": [
@@ -231,7 +232,7 @@ class KubernetesLease:
             self.holder = lease["spec"]["holderIdentity"]
             return 0
         spec, annotations = lease["spec"], lease["metadata"].setdefault("annotations", {})
-        number = _next(int(annotations.get(_ANNOTATION, 0)), highest)
+        number = next_number(int(annotations.get(_ANNOTATION, 0)), highest, _now_ms())
         annotations[_ANNOTATION] = str(number)
         now = _now()
         spec |= {
@@ -345,11 +346,6 @@ def _kubernetes(
     return KubernetesLease(_Http([f"{host}:{port}"], tls), namespace, name, holder, duration_s, account / "token")
 
 
-def _next(stored: int, highest: int) -> int:
-    """Return the number of a new leader. The first is the time in ms, as in `leader_number`."""
-    return max(stored, highest) + 1 if stored or highest else time.time_ns() // 1_000_000
-
-
 def _values(response: Any) -> list[Any]:
     found: list[Any] = response["response_range"].get("kvs", [])
     return found
@@ -365,6 +361,10 @@ def _base64(text: str) -> str:
 
 def _text(value: str) -> str:
     return base64.b64decode(value).decode(errors="replace")
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
 
 
 def _now() -> str:
