@@ -49,7 +49,7 @@ from services.requests.validation import MAX_TEXT
 from services.tail import TailTracing
 from services.text.judge import Judge
 from services.text.tokenizer import TextTokenizer, load_tokenizer
-from shared.config import ConfigError, FrontendConfig
+from shared.config import ConfigError, FrontendConfig, addresses
 from shared.config_sources import API_KEY_VARIABLE
 from shared.curve import FRONTEND, check_bind, is_routable, load_keys
 from shared.logging import configure_logging, get_logger
@@ -94,6 +94,7 @@ class Frontend:
             ready=lambda: self.link.ready,
             silence_s=lambda: self.link.silence_s,
             restarts=lambda: self.link.num_restarts,
+            addresses=len(addresses(config.frontend_address)),
         )
         folder = resolve_model(config.model, weights=False)
         shares = make_shares(config.max_concurrent_requests, _max_connections())

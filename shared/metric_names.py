@@ -312,6 +312,12 @@ SCHEDULER_SILENCE = Metric(
     unit="s",
     source=_FRONTEND,
 )
+SCHEDULER_ADDRESSES = Metric(
+    "quire.scheduler.addresses",
+    _G,
+    "Scheduler addresses to which the front end may connect; more than 1 with a standby on another machine",
+    source=_FRONTEND,
+)
 SCHEDULER_RESTARTS = Metric(
     "quire.scheduler.restarts", _C, "Schedulers to which the front end connected after the first one", source=_FRONTEND
 )

@@ -85,6 +85,15 @@ CAUSES = (
         "Front ends hear nothing from the scheduler: it has ended, hangs or cannot be reached",
     ),
     Cause(
+        "QuireNoLeader",
+        # A takeover takes some seconds. All front ends must agree, as above.
+        "max without (frontend) (quire_scheduler_connected) == 0"
+        " and max without (frontend) (quire_scheduler_addresses) > 1",
+        "10s",
+        "page",
+        "No scheduler leads, although there are standbys: no scheduler can acquire the lease, or all are lost",
+    ),
+    Cause(
         "QuireSchedulerRestarts",
         # One restart is a rollout. `increase` extrapolates, so one restart can count a little more than 1.
         "max without (frontend) (increase(quire_scheduler_restarts_total[15m])) > 1.5",

@@ -159,6 +159,12 @@ def test_burn_alerts_end_with_the_burn(slo: str, tmp_path: Path) -> None:
             {"process": "frontend"},
         ),
         ("QuireRecordFailed", {"quire_record_writes": "0x20"}, {"quire_record_writes": "1x20"}, {}),
+        (
+            "QuireNoLeader",
+            {"quire_scheduler_connected": "0x20", "quire_scheduler_addresses": "2x20"},
+            {"quire_scheduler_connected": "0x20", "quire_scheduler_addresses": "1x20"},
+            {},
+        ),
         ("QuireNoStandby", {"quire_standby_ready": "0x20"}, {"quire_standby_ready": "1x20"}, {}),
         ("QuireJournalFailed", {"quire_journal_writes": "0x20"}, {"quire_journal_writes": "1x20"}, {}),
     ],
