@@ -185,7 +185,8 @@ class Standby:
         assert self._router is not None
         obstacle = ""
         match message.WhichOneof("body"):
-            case "step_down":
+            # Without `leads`, the number is only a proposal. If another one is used, this standby would wait for ever.
+            case "step_down" if message.step_down.leads:
                 self.numbers = self.numbers.seen(message.step_down.leader_number)
             case "take_over" if self._commanded_at is None:
                 self._begin_to_take_over(now)

@@ -9,9 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+import zmq
 
+from protos.quire.journal.v1.replication_pb2 import PeerMessage, StepDown
 from protos.quire.link.v1 import link_pb2
 from quire_server.cli.keys import create
+from scheduler_svc.standby.peers import PeerLink
 from shared.columns import from_column
 from tests.scheduler_svc.test_service import FrontendPeer, Stand, WorkerPeer
 
@@ -122,6 +125,28 @@ def test_a_standby_has_each_token_before_its_client_if_the_journal_is_synchronou
     _take_over(standby.address)
 
     assert _log(standby) == [1, 2, 3, 11, 12]
+
+
+@pytest.mark.parametrize("pair", [("--journal-sync=standby",)], indirect=True)
+def test_a_standby_follows_its_leader_after_a_proposal_of_a_higher_number(pair: tuple[Scheduler, Scheduler]) -> None:
+    """A scheduler that asks for the lead proposes a number, and may never lead under it."""
+    leader, standby = pair
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    asking = PeerLink(context, standby.address, lambda _socket: None)
+    proposal = PeerMessage(step_down=StepDown(leader_number=(1 << 63), leads=False))
+    end = time.monotonic() + WAIT_S
+    while not asking.send(proposal):
+        assert time.monotonic() < end, "no connection"
+        asking.socket.poll(10, zmq.POLLOUT)
+    assert asking.socket.poll(WAIT_S * 1000), "no response"
+
+    _begin(leader)
+    leader.kill()
+
+    _take_over(standby.address)
+    assert _log(standby) == [1, 2, 3, 11, 12]
+    asking.close()
+    context.term()
 
 
 @pytest.mark.parametrize("pair", [("--journal-sync=standby",)], indirect=True)
