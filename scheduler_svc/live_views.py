@@ -8,7 +8,7 @@ Queues and KV blocks belong to the core, so the loop takes bounded snapshots of 
 views that requested them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
@@ -52,7 +52,13 @@ class LiveViews:
     """The views of all front ends."""
 
     def __init__(
-        self, recorder: Recorder | None, frontends: FrontendHub, core: Scheduler, wall_ns: int, policy: str
+        self,
+        recorder: Recorder | None,
+        frontends: FrontendHub,
+        core: Scheduler,
+        wall_ns: int,
+        policy: str,
+        leadership: Callable[[], admin.Leadership | None] = lambda: None,
     ) -> None:
         """Create without views.
 
@@ -62,12 +68,14 @@ class LiveViews:
             core: the core, which is only read here.
             wall_ns: wall clock at time 0 of the core's clock, ns.
             policy: the order of admission.
+            leadership: returns the leader and its standbys; None without standbys.
         """
         self._recorder = recorder
         self._frontends = frontends
         self._core = core
         self._wall_ns = wall_ns
         self._policy = policy
+        self._leadership = leadership
         self._tables_due = 0.0
         self._views: dict[tuple[Peer, int], _View] = {}
 
@@ -167,6 +175,9 @@ class LiveViews:
         load.limit.kind, load.limit.state = limit.kind.value, limit.state
         load.limit.remedy, load.limit.waits = limit.remedy, limit.waits
         load.limit.oldest_seconds = pressure.oldest_s
+        leadership = self._leadership()
+        if leadership is not None:
+            load.leadership.CopyFrom(leadership)
 
 
 def to_tables(tables: Tables, numbers: RequestNumbers, policy: str, now: float) -> admin.SchedulerTables:

@@ -6,6 +6,8 @@ pause do not count as missing. Only the poll blocks.
 """
 
 import math
+import os
+import socket as names
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -13,6 +15,7 @@ from typing import NamedTuple
 import zmq
 
 from protos.quire.link.v1 import link_pb2
+from quire.admin.v1 import admin_pb2
 from scheduler_svc.admission_file import NO_SETTINGS, AdmissionSettings
 from scheduler_svc.assembly import open_journal, protector, shown_settings, to_core_config
 from scheduler_svc.collector import watch_collections
@@ -166,7 +169,7 @@ class SchedulerService:
         )
         self._explanations = LiveExplanations(recorder)
         wall_ns = time.time_ns() - time.monotonic_ns()
-        self._views = LiveViews(recorder, self._frontends, self._core, wall_ns, config.policy)
+        self._views = LiveViews(recorder, self._frontends, self._core, wall_ns, config.policy, self._leadership)
         self._journal = open_journal(config, succession.found)
         if config.kv_events:
             check_bind("kv_events", config.kv_events, protected=False, insecure=config.insecure)
@@ -269,6 +272,19 @@ class SchedulerService:
         standbys = None if self._standbys is None else self._standbys.stats(self._journal)
         leadership = Leadership(self._leader_number, self._lease, standbys)
         return self._metrics.in_parts(self._core.stats(), self._journal, record, leadership)
+
+    def _leadership(self) -> admin_pb2.Leadership | None:
+        if self._standbys is None:
+            return None
+        stats = self._standbys.stats(self._journal)
+        return admin_pb2.Leadership(
+            leader=f"{names.gethostname()}-{os.getpid()}",
+            leader_number=self._leader_number,
+            seconds=time.monotonic() - self._started_at,
+            ready_standbys=stats.ready,
+            other_standbys=stats.connected - stats.ready,
+            lag_bytes=stats.lag_bytes,
+        )
 
     def _part_done(self, part: int) -> None:
         """Record the time of a part of the turn, which ends now."""

@@ -72,6 +72,7 @@ class Top:
         lines = [
             f"quire {self.address}   {len(load.workers)} workers"
             + (f"   {self._dropped} steps were left out" if self._dropped else ""),
+            *_leadership_lines(load),
             "",
             *_limit_lines(load.limit),
             "",
@@ -146,6 +147,19 @@ class Top:
                         f"  {each.waits_for}"
                     )
         return lines
+
+
+def _leadership_lines(load: admin.SchedulerLoad) -> list[str]:
+    if not load.HasField("leadership"):
+        return []
+    found = load.leadership
+    standbys = f"{found.ready_standbys} ready" if found.ready_standbys else "none ready"
+    if found.other_standbys:
+        standbys += f", {found.other_standbys} copying"
+    return [
+        f"leader     {found.leader} under number {found.leader_number} for {found.seconds:.0f} s   "
+        f"standbys: {standbys}, {found.lag_bytes} bytes behind"
+    ]
 
 
 def _limit_lines(limit: admin.PresentLimit) -> list[str]:

@@ -71,6 +71,7 @@ class StandbyStats:
 
     ready: int = 0
     """Standbys that have the whole journal."""
+    connected: int = 0
     lag_bytes: int = 0
     """Largest number of bytes that a connected standby does not have."""
     dropped: int = 0
@@ -204,7 +205,7 @@ class Standbys:
             for standby in self._standbys.values()
         ]  # fmt: skip
         ready = sum(each.replicated >= 0 or journal is None for each in self._standbys.values())
-        return StandbyStats(ready, max(lags, default=0), self._dropped)
+        return StandbyStats(ready, len(self._standbys), max(lags, default=0), self._dropped)
 
     def close(self) -> None:
         """Close the sockets; messages of `hand_over` are still sent."""

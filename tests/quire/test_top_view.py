@@ -69,6 +69,20 @@ def test_the_screen_shows_what_happened_since_the_one_before() -> None:
     assert "TTFT       - " in after
 
 
+def test_the_screen_shows_the_leader_and_its_standbys_if_there_are_any() -> None:
+    """A service without standbys has no such line."""
+    load, top = _load(1.0), Top("host:1")
+    top.take(admin.WatchStepsResponse(load=load, tables=_tables()))
+    assert "leader" not in "\n".join(top.lines())
+
+    load.leadership.leader, load.leadership.leader_number, load.leadership.seconds = "a-7", 12, 3.4
+    load.leadership.other_standbys, load.leadership.lag_bytes = 1, 900
+    top.take(admin.WatchStepsResponse(load=load))
+
+    line = "leader     a-7 under number 12 for 3 s   standbys: none ready, 1 copying, 900 bytes behind"
+    assert line in top.lines()
+
+
 def test_incidents_are_listed() -> None:
     """The newest five incidents, each in one line."""
     top = Top("host:1")

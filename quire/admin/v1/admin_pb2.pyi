@@ -1024,6 +1024,7 @@ class SchedulerLoad(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     RATES_FIELD_NUMBER: _builtins.int
     LIMIT_FIELD_NUMBER: _builtins.int
+    LEADERSHIP_FIELD_NUMBER: _builtins.int
     running_requests: _builtins.int
     """Requests that hold a row."""
     waiting_requests: _builtins.int
@@ -1052,6 +1053,10 @@ class SchedulerLoad(_message.Message):
     def limit(self) -> Global___PresentLimit:
         """What holds the service back at this moment."""
 
+    @_builtins.property
+    def leadership(self) -> Global___Leadership:
+        """The scheduler that leads, and its standbys on other machines; absent without standbys."""
+
     def __init__(
         self,
         *,
@@ -1063,14 +1068,57 @@ class SchedulerLoad(_message.Message):
         workers: _abc.Iterable[Global___Worker] | None = ...,
         rates: Global___ServiceRates | None = ...,
         limit: Global___PresentLimit | None = ...,
+        leadership: Global___Leadership | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit", "rates", b"rates", "time", b"time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["leadership", b"leadership", "limit", b"limit", "rates", b"rates", "time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit", "rates", b"rates", "running_requests", b"running_requests", "time", b"time", "waiting_by_reason", b"waiting_by_reason", "waiting_by_tenant", b"waiting_by_tenant", "waiting_requests", b"waiting_requests", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leadership", b"leadership", "limit", b"limit", "rates", b"rates", "running_requests", b"running_requests", "time", b"time", "waiting_by_reason", b"waiting_by_reason", "waiting_by_tenant", b"waiting_by_tenant", "waiting_requests", b"waiting_requests", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SchedulerLoad: _TypeAlias = SchedulerLoad  # noqa: Y015
+
+@_typing.final
+class Leadership(_message.Message):
+    """The scheduler that leads, and its standbys on other machines."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEADER_FIELD_NUMBER: _builtins.int
+    LEADER_NUMBER_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    READY_STANDBYS_FIELD_NUMBER: _builtins.int
+    OTHER_STANDBYS_FIELD_NUMBER: _builtins.int
+    LAG_BYTES_FIELD_NUMBER: _builtins.int
+    leader: _builtins.str
+    """Host and process ID of the scheduler that leads."""
+    leader_number: _builtins.int
+    """Number under which it leads, which increases with each takeover."""
+    seconds: _builtins.float
+    """Seconds since it began to lead."""
+    ready_standbys: _builtins.int
+    """Connected standbys that have the whole journal."""
+    other_standbys: _builtins.int
+    """Other connected standbys."""
+    lag_bytes: _builtins.int
+    """Most bytes of the journal that a connected standby has not acknowledged."""
+    def __init__(
+        self,
+        *,
+        leader: _builtins.str = ...,
+        leader_number: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+        ready_standbys: _builtins.int = ...,
+        other_standbys: _builtins.int = ...,
+        lag_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lag_bytes", b"lag_bytes", "leader", b"leader", "leader_number", b"leader_number", "other_standbys", b"other_standbys", "ready_standbys", b"ready_standbys", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Leadership: _TypeAlias = Leadership  # noqa: Y015
 
 @_typing.final
 class PresentLimit(_message.Message):
