@@ -36,6 +36,8 @@ from shared.sockets import Protect, is_readable, send_to, wait_readable
 HELLO_S = 0.25
 ACK_S = 0.25
 """Interval of acknowledgements if the leader does not wait for them, seconds. They also show that the standby lives."""
+_READING_S = 0.1
+"""Maximum time for the messages of one connection before the others are read, seconds."""
 STEP_DOWN_S = 1.0
 """Maximum time for the leader to step down, seconds."""
 
@@ -114,6 +116,7 @@ class Standby:
             now = time.monotonic()
             pulse.beat()
             self._read(now)
+            now = time.monotonic()
             number = self._elected(now) if self._election is not None else self._commanded(now)
             if number:
                 log.warning(
@@ -177,8 +180,10 @@ class Standby:
             while (received := receive_peer(self._router)) is not None:
                 self._handle(*received, now)
         for link in self._links:
-            if is_readable(link.socket):
-                while (message := link.receive(now)) is not None:
+            # A part takes time. With an old time, the leader would seem to have been silent meanwhile.
+            end = now + _READING_S
+            while is_readable(link.socket) and (now := time.monotonic()) < end:
+                if (message := link.receive(now)) is not None:
                     self._follow(link, message, now)
 
     def _handle(self, peer: bytes, message: PeerMessage, now: float) -> None:
@@ -239,7 +244,7 @@ class Standby:
 
     def _tick(self, now: float) -> None:
         for link in self._links:
-            if link.renew(now) and link is self._leader:
+            if not is_readable(link.socket) and link.renew(now) and link is self._leader:
                 log.warning("standby: the leader is silent", leader=link.address)
                 self._leader = None
         if self._leader is not None:
