@@ -25,6 +25,7 @@ from records.values import (
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.arrays import Int32Array
+from scheduler_svc.core.interface.disk import DiskBlock
 from scheduler_svc.core.interface.records import (
     EndReason,
     GrammarFailure,
@@ -219,6 +220,8 @@ class Decoder:
                 failure = GrammarFailure("not recorded", message.failure == 2) if message.failure else None
                 key = self._grammar_keys.get(message.tag, fit(message.tag, 32))
                 return ev.GrammarReported(worker=peers[message.worker], epoch=message.epoch, key=key, failure=failure)
+            case "disk":
+                return self._disk(message)
             case "drain":
                 return ev.DrainRequested(worker_id=message.worker_id, move=message.move)
             case "resume":
@@ -296,6 +299,23 @@ class Decoder:
             save_rows=list(message.save_rows),
             save_lengths=list(message.save_lengths),
             save_checkpoints=list(message.save_checkpoints),
+        )
+
+    def _disk(self, message: pb.DiskReported) -> ev.DiskReported:
+        keys = to_keys(message.keys)
+        found = [
+            DiskBlock(slot, keys[32 * place : 32 * (place + 1)], b"", bool(message.is_first[place]))
+            for place, slot in enumerate(message.slots)
+        ]
+        return ev.DiskReported(
+            worker=self._peers[message.worker],
+            epoch=message.epoch,
+            copy_id=message.copy_id,
+            failed=tuple(message.failed),
+            seconds=message.seconds,
+            found=tuple(found),
+            is_complete=message.is_complete,
+            refused=tuple(message.refused.items()),
         )
 
     def _step_done(self, message: pb.StepDone) -> ev.StepDone:

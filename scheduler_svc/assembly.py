@@ -10,9 +10,9 @@ from scheduler_svc.journal.journal import Journal
 from scheduler_svc.journal.recovery import Found
 from scheduler_svc.journal.segments import NewerJournalError
 from scheduler_svc.recorder.recorder import Recorder
-from scheduler_svc.segments import FolderInUseError
 from shared.config import ConfigError, SchedulerConfig, state_folder
 from shared.curve import DOMAINS, SCHEDULER, STANDBY_DOMAIN, CurveKeys
+from shared.folder_lock import FolderInUseError
 from shared.logging import get_logger
 from shared.sockets import Protect
 

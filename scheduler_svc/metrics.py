@@ -333,12 +333,19 @@ def _worker_families(workers: list[WorkerStats], model: str) -> Iterator[link_pb
                 "decode": w.counters.decode_rows,
             },
         ),
+        (names.DISK_BLOCKS, lambda w: {"cached": w.disk.cached, "total": w.disk.total}),
+        (names.DISK_COPIES, lambda w: {"write": w.disk.written, "read": w.disk.read}),
+        (names.DISK_REFUSED, lambda w: dict(w.disk.refused)),
         (names.STATE_CHECKPOINTS, lambda w: {"used": w.checkpoints.used, "total": w.checkpoints.total}),
         (names.STATE_COPIES, lambda w: {"save": w.checkpoints.saved, "restore": w.checkpoints.restored}),
         (names.SCHEDULED_ROWS, lambda w: {"prefill": w.counters.chunks, "decode": w.counters.decode_rows}),
         (
             names.PREFIX_HIT_TOKENS,
-            lambda w: {"device": w.counters.cached_tokens, "host": w.counters.restored_tokens},
+            lambda w: {
+                "device": w.counters.cached_tokens,
+                "host": w.counters.restored_tokens,
+                "disk": w.counters.loaded_tokens,
+            },
         ),
         (
             names.PREEMPTIONS,

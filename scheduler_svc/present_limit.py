@@ -206,6 +206,7 @@ _OF_REASON = {
     WaitReason.CREDIT: LimitKind.CREDIT,
     WaitReason.NO_WORKER: LimitKind.NO_WORKER,
     WaitReason.COPY: LimitKind.NONE,
+    WaitReason.DISK: LimitKind.NONE,
     WaitReason.ELSEWHERE: LimitKind.NONE,
     WaitReason.ANSWER: LimitKind.NONE,
     WaitReason.TURN: LimitKind.NONE,

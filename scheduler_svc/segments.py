@@ -5,19 +5,15 @@ a reader detects the first incomplete frame of a file. After a failed write, the
 """
 
 import errno
-import fcntl
 import os
 import struct
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from shared.folder_lock import lock_folder
+
 _FRAME = struct.Struct("<II")
-_LOCK = "lock"
-
-
-class FolderInUseError(OSError):
-    """Another process uses the folder."""
 
 
 def frame(payload: bytes) -> bytes:
@@ -92,13 +88,7 @@ class SegmentFolder:
 
     def __init__(self, path: Path, *, suffix: str, header: bytes) -> None:
         self._path, self._suffix, self._header = path, suffix, header
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._lock)
-            raise FolderInUseError(errno.EWOULDBLOCK, "another scheduler uses this folder", str(path)) from None
+        self._lock = lock_folder(path, "scheduler")
 
     def files(self) -> list[Path]:
         """Return its segments, oldest first."""

@@ -678,6 +678,8 @@ class SchedulerService:
                     )
                     self._send_plans()  # Send first, because earlier plans may use a grammar that this frame drops.
                     self._send_to_worker(effect.worker, frame, now)
+                case ef.DiskJobWanted():
+                    self._send_to_worker(effect.worker, worker_link.encode_disk_job(effect.epoch, effect.job), now)
                 case ef.AttemptPrefilled():
                     self._tracing.attempt_prefilled((effect.frontend, effect.stream), now)
                 case ef.AttemptEnded():

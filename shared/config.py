@@ -285,6 +285,15 @@ class WorkerConfig(_Checked):
         " 0: compute them again",
         is_size=True,
     )
+    disk_cache: str = _option(
+        "",
+        "folder on a local disk for cached prefixes that leave host memory (host_cache), which survive a restart of the"
+        " worker; each worker uses a subfolder; empty: none",
+        is_path=True,
+    )
+    disk_cache_bytes: str = _option(
+        "64GiB", "disk space that a worker uses in the folder disk_cache, for example 500GiB", is_size=True
+    )
     state_checkpoints: int = _option(
         -1,
         "recurrent states that are saved for requests with the same prefix, for models with such states; -1: two per"

@@ -463,7 +463,7 @@ SCHEDULED_ROWS = Metric("quire.scheduled_rows", _C, "Rows planned, by kind: pref
 PREFIX_HIT_TOKENS = Metric(
     "quire.prefix_cache_hit_tokens",
     _C,
-    "Tokens of admitted sequences whose KV existed, by tier: device, or host (copied back from host memory)",
+    "Tokens of admitted sequences whose KV existed, by tier: device, host (copied back from host memory) or disk",
     ("worker", "tier"),
     "{token}",
 )
@@ -479,6 +479,15 @@ HOST_BLOCKS_HELD = Metric(
 HOST_BLOCKS_CACHED = Metric("quire.host_blocks_cached", _G, "Host KV blocks with cached prefixes", _WORKER)
 SWAPPED_OUT = Metric("quire.swapped_out_blocks", _C, "Blocks copied from the device to host memory", _WORKER)
 SWAPPED_IN = Metric("quire.swapped_in_blocks", _C, "Blocks copied from host memory to the device", _WORKER)
+DISK_BLOCKS = Metric(
+    "quire.disk_blocks", _G, "KV blocks on disk (--disk-cache), by state: cached or total", ("worker", "state")
+)
+DISK_COPIES = Metric(
+    "quire.disk_copied_blocks", _C, "Blocks copied between host memory and disk, by direction", ("worker", "direction")
+)
+DISK_REFUSED = Metric(
+    "quire.disk_refused_files", _C, "Files of the disk cache that were not used, by reason", ("worker", "reason")
+)
 STATE_CHECKPOINTS = Metric(
     "quire.state_checkpoints", _G, "Checkpoints of recurrent states, by state: used or total", ("worker", "state")
 )

@@ -19,6 +19,7 @@ from worker_svc.interface.grammar import GrammarFailureCause, GrammarReport, Gra
 from worker_svc.interface.result import StepResult
 from worker_svc.link.connection import Link
 from worker_svc.link.session import (
+    DiskJobArrived,
     GrammarRequested,
     HelloReason,
     LogLevelWanted,
@@ -27,14 +28,16 @@ from worker_svc.link.session import (
     RefusedForGood,
     Welcomed,
 )
+from worker_svc.memory.disk_tier import DiskTier
 from worker_svc.ranks.commands import Followers
 from worker_svc.ranks.group import RankLostError
 from worker_svc.rows.retained import Retained
 
 _IDLE_POLL_MS = 250
 """Maximum wait for a frame while idle, which limits the delay until a signal or a timeout is handled."""
-_GRAMMAR_POLL_MS = 1
-"""Maximum wait while a grammar is being compiled, which limits the delay of its report."""
+_REPORT_POLL_MS = 1
+"""Maximum wait while a grammar is being compiled or blocks are copied to or from disk. It limits the delay of reports.
+"""
 _BUSY_WAIT_S = 20e-6
 """Pause between two polls of an asynchronous device and the socket."""
 
@@ -47,12 +50,19 @@ class WorkerLoop:
     """Loop that runs one engine over one link."""
 
     def __init__(
-        self, link: Link, engine: Engine, pulse: Pulse, followers: Followers, monitor: DeviceMonitor | None = None
+        self,
+        link: Link,
+        engine: Engine,
+        pulse: Pulse,
+        followers: Followers,
+        monitor: DeviceMonitor | None = None,
+        disk: DiskTier | None = None,
     ) -> None:
         self._link = link
         self._pulse = pulse
         self._engine = engine
         self._followers = followers
+        self._disk = disk
         self._monitor = monitor
         """Adds energy to results; None if the device's sensors cannot be read."""
         self._stop = threading.Event()
@@ -87,16 +97,22 @@ class WorkerLoop:
         """Handle pending events; if idle, wait for the first one."""
         idle = not self._waiting and self._engine.num_in_flight == 0
         self._report_grammars()
+        self._report_disk()
         for event in self._link.receive(self._idle_poll_ms() if idle else 0):
             match event:
                 case PlanArrived():
                     self._waiting.append((event, time.time_ns()))
                 case Welcomed(epoch, max_in_flight, version):
                     self._max_launched = min(max_in_flight, self._engine.max_in_flight)
+                    if self._disk is not None:
+                        self._disk.begin_session()
                     bind_contextvars(epoch=f"{epoch:016x}")
                     get_logger().info("welcomed", max_in_flight=max_in_flight, protocol_version=version)
                 case GrammarRequested(request):
                     self._prepare_grammar(request)
+                case DiskJobArrived(job):
+                    if self._disk is not None:
+                        self._disk.submit(job)
                 case LogLevelWanted(level) if level in LEVELS:
                     set_level(level)
                 case RefusedForGood(reason):
@@ -107,7 +123,8 @@ class WorkerLoop:
 
     def _idle_poll_ms(self) -> int:
         grammars = self._engine.grammars
-        return _GRAMMAR_POLL_MS if grammars is not None and grammars.pending else _IDLE_POLL_MS
+        is_busy = (grammars is not None and grammars.pending) or (self._disk is not None and self._disk.is_busy)
+        return _REPORT_POLL_MS if is_busy else _IDLE_POLL_MS
 
     def _prepare_grammar(self, request: GrammarRequest) -> None:
         if self._engine.grammars is not None:
@@ -121,6 +138,12 @@ class WorkerLoop:
         if self._engine.grammars is not None:
             for report in self._engine.grammars.take_reports():
                 self._link.send_grammar_report(report)
+
+    def _report_disk(self) -> None:
+        if self._disk is None:
+            return
+        while (report := self._disk.next_report()) is not None and self._link.send_disk_report(report):
+            self._disk.report_sent()
 
     def _step(self) -> Lost | None:
         """Launch waiting plans while the device has room, and send the result of a finished step."""
@@ -184,6 +207,8 @@ class WorkerLoop:
         elif self._has_launched:
             self._retained = self._engine.retained()
         self._has_launched = False
+        if self._disk is not None:
+            self._disk.reset()
         self._engine.reset()
         self._followers.reset()
         self._link.open(lost.hello_reason, self._retained)

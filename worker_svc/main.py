@@ -1,5 +1,7 @@
 """Worker process: from a configuration to an exit code. `quire worker` calls `run`."""
 
+import hashlib
+import json
 import os
 import platform
 import signal
@@ -9,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 
 import torch
@@ -31,6 +34,8 @@ from worker_svc.follower import follow
 from worker_svc.link.connection import Link
 from worker_svc.link.identity import Identity, worker_id
 from worker_svc.loop import RefusedError, WorkerLoop
+from worker_svc.memory.disk_files import BlockFiles
+from worker_svc.memory.disk_tier import DiskTier
 from worker_svc.model.loader import ModelDescription, load_model
 from worker_svc.ranks.commands import Followers
 from worker_svc.ranks.gpu_locks import alone_on
@@ -158,7 +163,8 @@ def _serve(config: WorkerConfig, telemetry: Telemetry, end: Callable[[int], None
     pulse = Pulse()
     followers = Followers(group)
     monitor = start_monitor(device, place.local_size)
-    stop.loop = loop = WorkerLoop(link, engine, pulse, followers, monitor)
+    disk = _open_disk(config, engine, description)
+    stop.loop = loop = WorkerLoop(link, engine, pulse, followers, monitor, disk)
     get_logger().info(
         "worker ready",
         worker=name,
@@ -185,7 +191,42 @@ def _serve(config: WorkerConfig, telemetry: Telemetry, end: Callable[[int], None
     finally:
         if monitor is not None:
             monitor.stop()
+        if disk is not None:
+            disk.stop()
         engine.reset()  # The reset ends the spans of the rows.
+
+
+def _open_disk(config: WorkerConfig, engine: Engine, description: ModelDescription) -> DiskTier | None:
+    """Open the disk cache, if there is one.
+
+    Raises:
+        ConfigError: the folder cannot be used.
+    """
+    if not engine.limits.num_disk_blocks:
+        return None
+    host = engine.host_bytes()
+    layout = [
+        description.fingerprint,
+        description.dtype_name,
+        str(description.kv_dtype),
+        engine.limits.block_size,
+        config.draft_model if config.speculation == "draft" else None,
+        host.layout,
+        [0, 1],  # The rank, and the number of ranks.
+    ]
+    try:
+        files = BlockFiles(
+            Path(config.disk_cache),
+            num_slots=engine.limits.num_disk_blocks,
+            block_bytes=host.block_bytes,
+            identity=hashlib.sha256(json.dumps(layout).encode()).digest(),
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"disk_cache: {config.disk_cache} cannot be used ({error.strerror or error}); use another folder"
+        ) from None
+    get_logger().info("disk cache", folder=str(files.folder), blocks=files.num_slots, block_bytes=host.block_bytes)
+    return DiskTier(files, host)
 
 
 def _cpu_kernels(device: torch.device) -> str | None:

@@ -2,14 +2,14 @@
 
 * `bug`: the definition of a planted bug
 * `memory`, `checkpoints`, `streams`, `planning`, `workers`, `sharing`, `fates`, `growth`, `speculation`, `charging`,
-  `hosts`, `suspects`, `urgency`, `resumption`, `holding`, `purposes`, `sessions`: the bugs, by affected area;
-  importing a module
-  registers its bugs
+  `hosts`, `disks`, `suspects`, `urgency`, `resumption`, `holding`, `purposes`, `sessions`: the bugs, by affected area;
+  importing a module registers its bugs
 """
 
 from checks.planted import (
     charging,
     checkpoints,
+    disks,
     fates,
     growth,
     holding,
@@ -33,6 +33,7 @@ __all__ = [
     "PlantedBug",
     "charging",
     "checkpoints",
+    "disks",
     "fates",
     "growth",
     "holding",

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from checks.sim.faults import REQUEST_FAULTS, STEP_FAULTS, TIMED_FAULTS, Fault, FaultRates
-from checks.sim.scenario import TENANTS, Scenario, draw
+from checks.sim.scenario import TENANTS, DiskShape, Scenario, draw
 from scheduler_svc.core.interface.config import BatchingLimits, RequestClass, TenantLimits
 
 Aim = Callable[[Scenario], Scenario]
@@ -146,6 +146,25 @@ def with_few_host_blocks(scenario: Scenario) -> Scenario:
     """Let blocks leave the host often."""
     workers = tuple(dataclasses.replace(size, num_host_blocks=16) for size in scenario.workers)
     return dataclasses.replace(scenario, workers=workers)
+
+
+def with_disk(scenario: Scenario) -> Scenario:
+    """Let blocks leave the host often, for a large and fast disk."""
+    scenario = with_few_host_blocks(with_host_cache(scenario))
+    workers = tuple(dataclasses.replace(size, num_disk_blocks=400) for size in scenario.workers)
+    return dataclasses.replace(scenario, workers=workers, disk=DiskShape(block_s=scenario.pace.step / 1e3))
+
+
+def with_few_slots(scenario: Scenario) -> Scenario:
+    """Let blocks leave the disk often."""
+    workers = tuple(dataclasses.replace(size, num_disk_blocks=24) for size in scenario.workers)
+    return dataclasses.replace(scenario, workers=workers)
+
+
+def with_bad_disk(scenario: Scenario) -> Scenario:
+    """Let the disk be slow, fail often, and hang sometimes."""
+    disk = DiskShape(block_s=scenario.pace.step / 10, failures=0.1, hangs=0.02)
+    return dataclasses.replace(scenario, disk=disk)
 
 
 def with_slow_copies(scenario: Scenario) -> Scenario:
@@ -532,6 +551,11 @@ AIMS: tuple[tuple[str, Aim], ...] = (
             with_limits(prefix_cache="radix"),
             with_faults(Fault.SPOILT_ROW, per_step=0.02),
         ),
+    ),
+    ("disk", both(with_disk, with_faults(Fault.CRASH, Fault.CANCEL, Fault.CORE_RESTART, per_step=0.01))),
+    (
+        "bad disk",
+        both(with_disk, with_few_slots, with_bad_disk, with_faults(Fault.SPOILT_ROW, Fault.STALE_EPOCH, per_step=0.01)),
     ),
     ("recurrent state", both(with_few_words, with_state, with_faults(Fault.CRASH, Fault.CANCEL, per_step=0.02))),
     ("recurrent state and little memory", both(with_swaps, with_state)),

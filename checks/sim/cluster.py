@@ -5,7 +5,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from checks.sim import disks
 from checks.sim.coverage import Limit
+from checks.sim.disks import Disk
 from checks.sim.faults import Fault
 from checks.sim.scenario import draw_size
 from checks.sim.sites import Epoch, Site
@@ -99,6 +101,10 @@ class Cluster:
                 self._lose(event.worker)
             case ev.GrammarReported():
                 self._grammar_reported(event)
+            case ev.DiskReported():
+                epoch = self.epochs.get(event.worker)
+                if epoch is not None and epoch.number == event.epoch:
+                    disks.ended(epoch, event)
             case ev.DrainRequested():
                 for epoch in self.usable:
                     if epoch.worker_id == event.worker_id:
@@ -214,6 +220,17 @@ class Cluster:
         epoch.compiled.difference_update(effect.drop)
         epoch.asked.add(effect.key)
         self._site(effect.worker).compile_grammar(epoch, effect.key)
+
+    def disk_job_wanted(self, effect: ef.DiskJobWanted) -> None:
+        """Pass a job to the worker's disk."""
+        epoch = self.epochs[effect.worker]
+        if effect.epoch != epoch.number:
+            raise ViolationError("disk.job", f"{effect} in epoch {epoch.number}")
+        self._site(effect.worker).disk.ordered(epoch, effect.job)
+
+    def disk_of(self, epoch: Epoch) -> Disk:
+        """Return the disk of a worker."""
+        return self._site(epoch.peer).disk
 
     def refused(self, effect: ef.WorkerRefused) -> None:
         """Handle a refusal by the core; the worker restarts with values that the core accepts."""

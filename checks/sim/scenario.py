@@ -38,6 +38,7 @@ class WorkerSize:
     max_tokens_per_step: int
     max_model_len: int
     num_host_blocks: int
+    num_disk_blocks: int
     break_even_context: int
     max_draft_tokens: int
 
@@ -56,6 +57,18 @@ class Pace:
     """Shortest interval at which the scheduler's loop polls its sockets."""
     tick: float
     """Interval at which the scheduler's loop advances the core's time."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskShape:
+    """The workers' disks."""
+
+    block_s: float = 1e-4
+    """Time to copy a block."""
+    failures: float = 0.0
+    """Share of blocks that are not written, and of files that are damaged."""
+    hangs: float = 0.0
+    """Share of jobs that take very long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +131,7 @@ class Scenario:
     """Size of a row's recurrent state; 0 if the model has only KV."""
     num_checkpoints: int = 0
     """Number of recurrent states that each worker can save."""
+    disk: DiskShape = DiskShape()
 
     @property
     def shares_prefixes(self) -> bool:
@@ -151,6 +165,7 @@ def draw(seed: int, *, faults: bool = True) -> Scenario:
         check_every=rng.choice((32, 64, 128)),
         state_bytes=_draw_state(seed),
         num_checkpoints=_draw_checkpoints(seed, max_num_seqs),
+        disk=_draw_disk_shape(seed, step),
     )
     compares = random.Random(f"twins of {seed}").random() < _COMPARED_SHARE
     return replace(_with_thresholds(_with_target(_with_room(scenario, context))), compares=compares)
@@ -180,8 +195,25 @@ def draw_size(rng: random.Random, config: CoreConfig, context: int) -> WorkerSiz
         max_tokens_per_step=max_rows + rng.choice((0, 4, 100)),
         max_model_len=rng.choice((4096, 4096, context, max(2, context // 2))),
         num_host_blocks=rng.choice((0, 0, num_blocks // 2, 2 * num_blocks)),
+        num_disk_blocks=_draw_disk(num_blocks * block_size, max_rows),
         break_even_context=_draw_break_even(num_blocks * block_size, max_rows),
         max_draft_tokens=_draw_drafts(num_blocks * block_size, max_rows),
+    )
+
+
+def _draw_disk(*facts: int) -> int:
+    """Draw the slots on a worker's disk. It has one in one of three simulations; without host memory it is unused."""
+    rng = random.Random(f"disk of {facts}")
+    return rng.choice((2, 16, 100, 1000)) if rng.random() < 1 / 3 else 0
+
+
+def _draw_disk_shape(seed: int, step: float) -> DiskShape:
+    """Draw the speed of disks, from much faster to much slower than computing, and their faults."""
+    rng = random.Random(f"disks of {seed}")
+    return DiskShape(
+        block_s=step * 10 ** rng.uniform(-3, 1),
+        failures=rng.choice((0.0, 0.0, 0.02, 0.3)),
+        hangs=rng.choice((0.0, 0.0, 0.01, 0.1)),
     )
 
 

@@ -126,6 +126,7 @@ class Simulation:
             ef.WorkerUnknown: lambda effect: self._cluster.unknown(effect, self._event),
             ef.WorkerEmptied: lambda effect: None,
             ef.GrammarWanted: self._cluster.grammar_wanted,
+            ef.DiskJobWanted: self._cluster.disk_job_wanted,
             ef.ScoresReady: self._clients.scores_ready,
             ef.ResumeAnswered: self._returns.answered,
             ef.LogBegun: self._returns.log_begun,

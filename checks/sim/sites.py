@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from checks.sim.answers import malformed, with_unknown_failure
 from checks.sim.coverage import Limit
+from checks.sim.disks import Disk
 from checks.sim.faults import Fault
 from checks.sim.scenario import MODELS, WorkerSize, draw_size
 from checks.sim.traffic import UNUSABLE
@@ -20,6 +21,7 @@ from records.rules.oracle import grammar_key
 from records.rules.violation import StreamName, ViolationError
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.disk import DiskJob
 from scheduler_svc.core.interface.plan import Plan
 
 _NOTICE_S = 0.05
@@ -73,6 +75,8 @@ class Epoch:
     """Grammars that the core knows the worker cannot compile."""
     context: int = 0
     """Longest sequence that fits on the worker."""
+    jobs: dict[int, tuple[float, DiskJob]] = field(default_factory=dict)
+    """Disk jobs whose report the core does not have, by ID, with the time of the order."""
 
 
 class Site:
@@ -83,6 +87,7 @@ class Site:
         self.worker_id = f"w{number}"
         self.size = size
         self.fingerprint = MODELS[0]
+        self.disk = Disk(world, number)
         self.incarnation = 0
         self.model: ModelWorker | None = None
         """Model of the present incarnation, known from its hello."""
@@ -120,6 +125,7 @@ class Site:
             max_model_len=size.max_model_len,
             fingerprint=self.fingerprint,
             num_host_blocks=size.num_host_blocks,
+            num_disk_blocks=size.num_disk_blocks,
             break_even_context=size.break_even_context,
             state_bytes=self._world.scenario.state_bytes,
             num_checkpoints=self._world.scenario.num_checkpoints,
@@ -127,6 +133,7 @@ class Site:
             rng=random.Random(f"drafts of {peer!r}"),
             copy_s=self._world.scenario.pace.copy,
         )
+        self.disk.mount(self.model)
         self._world.feed(self.model.hello(self.worker_id, self.hello_reason))
 
     def welcomed(self, number: int) -> Epoch:
@@ -140,6 +147,7 @@ class Site:
         self.model.num_usable = num_blocks
         context = min(size.max_model_len, num_blocks * size.block_size)
         self.epoch = Epoch(number, self.model.peer, self.worker_id, self.model, context=context)
+        self.disk.begin(self.epoch)
         return self.epoch
 
     def refused(self, size: WorkerSize) -> None:
@@ -214,7 +222,11 @@ class Site:
         if rates.per_step and world.rng.random() < rates.per_step:
             fault = world.rng.choice(rates.of_steps)
             self._fail_row(epoch, fault)
+        for row in plan.leaves.tolist():
+            self.disk.leaves(row, epoch.model)
         answer = epoch.model.execute(plan)
+        for admission in plan.admissions:
+            self.disk.admitted(epoch.model.rows[admission.row], admission.spec.cache_scope, epoch.model)
         names = tuple(row.name for row in epoch.model.step_rows)
         epoch.in_flight.append(Sent(answer, world.now, names=names))
         if plan.admissions:

@@ -17,6 +17,7 @@ from records.rules.violation import StreamName, ViolationError
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.arrays import IndexArray
+from scheduler_svc.core.interface.disk import DiskAction, DiskBlock, DiskJob
 from scheduler_svc.core.interface.plan import BlockCopy, Plan, RowAdmission
 from scheduler_svc.core.interface.records import EndReason, Log, Peer
 from scheduler_svc.frontend import link as frontend_link
@@ -24,6 +25,7 @@ from scheduler_svc.frontend.link import Incoming, Outgoing
 from scheduler_svc.worker import link as worker_link
 from shared.columns import from_column, to_column
 from shared.frames import PLAN_VERSIONS, MalformedFrameError
+from shared.prefix_keys import KEY_BYTES
 from shared.request_spec import read_spec
 
 _PRECISION_S = 1e-6
@@ -50,19 +52,21 @@ def received(event: ev.Event, now: float) -> ev.Event:
     match event:
         case ev.StepDone(step=step) if step < 0:
             return event  # The wire format cannot represent this number.
-        case ev.StepDone() | ev.GrammarReported() | ev.WorkerHello():
+        case ev.StepDone() | ev.GrammarReported() | ev.DiskReported() | ev.WorkerHello():
             return _from_worker(event)
         case ev.RequestArrived() | ev.StopMatched() | ev.RequestCancelled() | ev.CreditGranted() | ev.ResumeAsked():
             return _from_frontend(event, now)
     return event
 
 
-def _from_worker(event: ev.StepDone | ev.GrammarReported | ev.WorkerHello) -> ev.Event:
+def _from_worker(event: ev.StepDone | ev.GrammarReported | ev.DiskReported | ev.WorkerHello) -> ev.Event:
     match event:
         case ev.StepDone():
             message = plan_pb2.WorkerMessage(epoch=event.epoch, result=_result(event))
         case ev.GrammarReported():
             message = plan_pb2.WorkerMessage(epoch=event.epoch, grammar=_report(event))
+        case ev.DiskReported():
+            message = plan_pb2.WorkerMessage(epoch=event.epoch, disk=_disk_report(event))
         case ev.WorkerHello():
             message = plan_pb2.WorkerMessage(hello=_hello(event))
     try:
@@ -71,6 +75,8 @@ def _from_worker(event: ev.StepDone | ev.GrammarReported | ev.WorkerHello) -> ev
         return event
     if isinstance(decoded, ev.WorkerHello) and isinstance(event, ev.WorkerHello):
         decoded = dataclasses.replace(decoded, protocol_version=event.protocol_version)
+    if isinstance(decoded, ev.DiskReported) and isinstance(event, ev.DiskReported):
+        decoded = dataclasses.replace(decoded, seconds=event.seconds)
     if not isinstance(event, ev.StepDone) and decoded != event:
         raise ViolationError("wire.worker", f"{event} arrives as {decoded}")
     return decoded
@@ -115,6 +121,24 @@ def _report(event: ev.GrammarReported) -> plan_pb2.GrammarReport:
     return report
 
 
+def _disk_report(event: ev.DiskReported) -> plan_pb2.DiskReport:
+    report = plan_pb2.DiskReport(
+        copy_id=event.copy_id,
+        failed=to_column(list(event.failed)),
+        duration_ns=round(event.seconds * 1e9),
+        found=plan_pb2.DiskBlocks(
+            slots=to_column([block.slot for block in event.found]),
+            keys=b"".join(block.key for block in event.found),
+            roots=b"".join(block.root for block in event.found),
+            is_first=bytes(block.is_first for block in event.found),
+        ),
+        is_complete=event.is_complete,
+    )
+    for reason, count in event.refused:
+        report.refused.add(reason=reason, count=count)
+    return report
+
+
 def _hello(event: ev.WorkerHello) -> plan_pb2.Hello:
     model = event.model
     hello = plan_pb2.Hello(
@@ -124,6 +148,7 @@ def _hello(event: ev.WorkerHello) -> plan_pb2.Hello:
         max_rows=event.max_rows,
         max_tokens_per_step=event.max_tokens_per_step,
         num_host_blocks=event.num_host_blocks,
+        num_disk_blocks=event.num_disk_blocks,
         num_checkpoints=event.num_checkpoints,
         max_draft_tokens=event.max_draft_tokens,
         num_kv_groups=1,
@@ -204,7 +229,9 @@ def _with_exact_times(sent: ev.RequestArrived, decoded: ev.RequestArrived) -> ev
 
 
 def delivered(effect: ef.Effect) -> ef.Effect:
-    """Return the effect as decoded by its front end, if it is addressed to one."""
+    """Return the effect as decoded by its front end or worker, if it is addressed to one."""
+    if isinstance(effect, ef.DiskJobWanted):
+        return dataclasses.replace(effect, job=_disk_job(effect))
     outgoing = Outgoing()
     match effect:
         case ef.TokensReady():
@@ -245,6 +272,24 @@ def delivered(effect: ef.Effect) -> ef.Effect:
             log = None if reply.not_found else _log(reply, effect.frontend)
             return ef.ResumeAnswered(frontend=effect.frontend, number=reply.number, log=log)
     return effect
+
+
+def _disk_job(effect: ef.DiskJobWanted) -> DiskJob:
+    """Return the job as its worker decodes it."""
+    message = plan_pb2.SchedulerMessage.FromString(worker_link.encode_disk_job(effect.epoch, effect.job))
+    sent = message.disk_job
+    places = range(0, len(sent.blocks.keys), KEY_BYTES)
+    return DiskJob(
+        copy_id=sent.copy_id,
+        action=DiskAction[plan_pb2.DiskAction.Name(sent.action).removeprefix("DISK_ACTION_")],
+        host_blocks=tuple(from_column(sent.host_blocks).tolist()),
+        blocks=tuple(
+            DiskBlock(slot, sent.blocks.keys[at : at + KEY_BYTES], sent.blocks.roots[at : at + KEY_BYTES], bool(first))
+            for slot, at, first in zip(
+                from_column(sent.blocks.slots).tolist(), places, sent.blocks.is_first, strict=True
+            )
+        ),
+    )
 
 
 def _end(end: link_pb2.StreamEnd, frontend: Peer, request_id: str) -> ef.RequestEnded:

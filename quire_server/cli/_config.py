@@ -16,7 +16,8 @@ TOPICS = {
     ),
     "batch and memory": (
         "max_num_seqs", "max_num_batched_tokens", "itl_target_ms", "gpu_memory_utilization", "kv_cache_memory",
-        "kv_cache_dtype", "host_cache", "state_checkpoints", "prefix_cache", "capacity",
+        "kv_cache_dtype", "host_cache", "disk_cache", "disk_cache_bytes", "state_checkpoints", "prefix_cache",
+        "capacity",
     ),
     "order and limits of requests": (
         "policy", "batching", "admission_file", "max_concurrent_requests", "max_queued_requests", "default_max_tokens",

@@ -43,6 +43,7 @@ def configure(parser: OneLineParser) -> None:
     add("--step-memory", metavar="SIZE", help="memory of a step's activations (default: an estimate)")
     add("--kv-cache-memory", metavar="SIZE", help="memory for KV only, as on a CPU, instead of --gpu-memory")
     add("--host-cache", metavar="SIZE", default="0", help="host memory for cached prefixes, per card (default: 0)")
+    add("--disk-cache-bytes", metavar="SIZE", default="0", help="disk space for cached prefixes, per card (default: 0)")
     add("--context", metavar="N,…", help="tokens of a request, prompt and output (default: 2048,4096,32768)")
     add("--output", type=int, default=256, metavar="N", help="tokens of a request that are generated (default: 256)")
     add(
@@ -126,10 +127,14 @@ def run(options: Namespace) -> int:
     memory = fit(usable, sizes, serving, weights=own, step=step)
     bytes_per_block = kv_bytes(sizes, serving.kv_type) * serving.block_size // serving.tensor_parallel_size
     host_tokens = parse_bytes(options.host_cache) // max(1, bytes_per_block) * serving.block_size
+    disk_tokens = parse_bytes(options.disk_cache_bytes) // max(1, bytes_per_block) * serving.block_size
+    if disk_tokens and not host_tokens:
+        raise CommandError("--disk-cache-bytes: blocks on disk pass through host memory; add --host-cache")
     agent = _agent(options.agents, longest)
     sessions = None
     if agent is not None:
-        tiers = (memory.num_blocks, memory.num_blocks + host_tokens // serving.block_size)
+        with_host = memory.num_blocks + host_tokens // serving.block_size
+        tiers = (memory.num_blocks, with_host, with_host + disk_tokens // serving.block_size)
         sessions = [num_sessions(blocks, serving.block_size, agent, options.shared_prefix) for blocks in tiers]
     rows = [
         concurrency(memory, sizes, serving, context=context, output=options.output, shared_prefix=options.shared_prefix)
@@ -142,14 +147,15 @@ def run(options: Namespace) -> int:
         "kv_formula": kv_formula(sizes, serving.kv_type),
         "per_card": dataclasses.asdict(memory),
         "host_cache_tokens": host_tokens,
+        "disk_cache_tokens": disk_tokens,
         "max_concurrent": {str(row.context): row.complete for row in rows},
         "lengths": [dataclasses.asdict(row) for row in rows],
     }
     if sessions is not None:
-        result["sessions"] = {"device": sessions[0], "with_host": sessions[1]}
+        result["sessions"] = {"device": sessions[0], "with_host": sessions[1], "with_disk": sessions[2]}
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=2) + "\n", "utf-8")
-    print(_page(sizes, serving, memory, rows, options, host_tokens))
+    print(_page(sizes, serving, memory, rows, options, host_tokens, disk_tokens))
     if sessions is not None and agent is not None:
         print(_sessions_text(agent, *sessions))
     return 0
@@ -236,10 +242,11 @@ def _agent(text: str | None, longest: int) -> "Agent | None":
     return agent
 
 
-def _sessions_text(agent: "Agent", on_device: int, with_host: int) -> str:
+def _sessions_text(agent: "Agent", on_device: int, with_host: int, with_disk: int) -> str:
     turns = f"Agents with {agent.turns} turns, from {agent.first_prompt:,} to {agent.tokens(agent.turns - 1):,} tokens"
     host = f", {with_host:,} with host memory" if with_host > on_device else ""
-    return f"\n{turns}: {on_device:,} sessions at a time keep their KV{host}."
+    disk = f", {with_disk:,} with disk" if with_disk > with_host else ""
+    return f"\n{turns}: {on_device:,} sessions at a time keep their KV{host}{disk}."
 
 
 def _page(
@@ -249,6 +256,7 @@ def _page(
     rows: "list[Concurrency]",
     options: Namespace,
     host_tokens: int,
+    disk_tokens: int,
 ) -> str:
     """Return the result in plain words."""
     from quire_server.capacity import kv_bytes, kv_formula
@@ -286,6 +294,8 @@ def _page(
             f"Host memory of {options.host_cache} holds cached prefixes of {host_tokens:,} tokens more: together"
             f" {factor:.1f} times as many as the KV cache."
         )
+    if disk_tokens:
+        lines.append(f"A disk cache of {options.disk_cache_bytes} holds cached prefixes of {disk_tokens:,} tokens.")
     shared = options.shared_prefix // serving.block_size * serving.block_size
     if shared:
         lines.append(f"All requests share the blocks of their first {shared:,} tokens.")

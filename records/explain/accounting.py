@@ -60,6 +60,7 @@ class CauseKind(enum.Enum):
     GRAMMAR = "waiting for its grammar's compilation"
     PREFIX = "waiting for a prefix that another request computes"
     PREFIX_COPY = "waiting for its prefix, which is copied from host memory"
+    PREFIX_READ = "waiting for its prefix, which is read from disk"
     BATCH = "waiting for a batch"
     PLACEMENT = "waiting for another worker's plan"
     ALONE = "waiting for a step of its own"
@@ -107,6 +108,7 @@ _OF_REASON = {
     WaitReason.NO_WORKER: CauseKind.NO_WORKER,
     WaitReason.BUDGET: CauseKind.BUDGET,
     WaitReason.COPY: CauseKind.PREFIX_COPY,
+    WaitReason.DISK: CauseKind.PREFIX_READ,
 }
 _OF_QUEUE = frozenset((WaitReason.TURN, WaitReason.ROWS, WaitReason.BUDGET))
 """Wait reasons for which the note about the worker's queue is more precise, and replaces them."""

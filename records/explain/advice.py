@@ -30,6 +30,7 @@ _ADVICE: dict[CauseKind, str] = {
     CauseKind.GRAMMAR: "a new grammar is compiled once per worker: reuse grammars, or make this one simpler",
     CauseKind.PREFIX: "",
     CauseKind.PREFIX_COPY: "its cached prefix had moved to host memory; more KV memory keeps it on the device",
+    CauseKind.PREFIX_READ: "its cached prefix had left host memory; more of it (--host-cache) makes reads rarer",
     CauseKind.BATCH: f"the batching mode collects requests: {remedies.BATCH}",
     CauseKind.PLACEMENT: "it waited for another worker's plan; if this happens often, add rows or workers",
     CauseKind.ALONE: "workers died while they computed it, so it runs alone; see the workers' logs for the reason",

@@ -130,6 +130,8 @@ class Life:
     """Prompt tokens that the first attempt found in the prefix cache."""
     num_restored_tokens: int = 0
     """Number of these tokens that were copied from host memory."""
+    num_loaded_tokens: int = 0
+    """Number of these tokens that were read from disk before."""
     num_generated: int = 0
     num_drafted: int = 0
     """Draft tokens that were verified for the request."""

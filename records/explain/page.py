@@ -52,6 +52,7 @@ def as_json(found: Account) -> dict[str, Any]:
         "prompt_tokens": life.num_prompt_tokens,
         "cached_prompt_tokens": life.num_cached_tokens,
         "restored_prompt_tokens": life.num_restored_tokens,
+        "loaded_prompt_tokens": life.num_loaded_tokens,
         "completion_tokens": life.num_generated,
         "draft_tokens": life.num_drafted,
         "accepted_draft_tokens": life.num_accepted,
@@ -119,6 +120,8 @@ def _headline(found: Account) -> str:
     life = found.life
     so_far = " so far" if life.until is not None else ""
     copied = f", {life.num_restored_tokens} of them copied from host memory" if life.num_restored_tokens else ""
+    if life.num_loaded_tokens:
+        copied += f" after {life.num_loaded_tokens} were read from disk"
     cached = f" ({life.num_cached_tokens} cached{copied})" if life.num_cached_tokens else ""
     ended = "" if life.until is not None else f", {life.notes[-1].text}"
     if life.is_cut:

@@ -23,6 +23,7 @@ from records.rows import Row, Rows
 from records.values import AdmissionDigest, Entry, FrontendReported, PlanAsked, Timings
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.records import (
+    LOADED_TOKENS,
     RESTORED_TOKENS,
     Note,
     NoteKind,
@@ -578,7 +579,8 @@ class _Pass:
             priority=spec.priority,
             num_prompt_tokens=spec.num_prompt_tokens,
             num_cached_tokens=max(0, request.num_cached),
-            num_restored_tokens=_num_restored(request.notes),
+            num_restored_tokens=_num_tokens(request.notes, RESTORED_TOKENS),
+            num_loaded_tokens=_num_tokens(request.notes, LOADED_TOKENS),
             num_generated=end.completion_tokens if end is not None else 0,
             num_drafted=request.num_drafted,
             num_accepted=request.num_accepted,
@@ -627,11 +629,10 @@ def _is_in_row(notes: list[Note]) -> bool:
     return last in (NoteKind.ADMITTED, NoteKind.FIRST_TOKEN, NoteKind.HELD)
 
 
-def _num_restored(notes: list[Note]) -> int:
-    """Return how many tokens the first attempt of a request found in host memory."""
+def _num_tokens(notes: list[Note], what: str) -> int:
+    """Return how many tokens the first attempt of a request found in another tier, which `what` names."""
     text = next((note.text for note in notes if note.kind is NoteKind.ADMITTED), "")
-    number = text.removesuffix(RESTORED_TOKENS).split(", ")[-1].strip() if text.endswith(RESTORED_TOKENS) else "0"
-    return int(number)
+    return next((int(part.removesuffix(what)) for part in text.split(", ") if part.endswith(what)), 0)
 
 
 def _common_blocks(first: bytes, second: bytes) -> int:

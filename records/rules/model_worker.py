@@ -120,6 +120,7 @@ class ModelWorker:
     answered_step: int = 0
     """Newest step whose result the scheduler has received; set by the code that delivers results."""
     num_host_blocks: int = 0
+    num_disk_blocks: int = 0
     copy_s: float = 0.0
     """Seconds to copy one block; 0 if the worker does not report this."""
     max_draft_tokens: int = 0
@@ -127,6 +128,8 @@ class ModelWorker:
     """Decides how many drafts are proposed and accepted."""
     num_usable: int = 0
     """Number of blocks that the scheduler has agreed to use; 0 for all."""
+    host_in_use: dict[int, bool] = field(default_factory=dict)
+    """Host blocks of disk jobs under way, and whether the job writes them."""
     rows: dict[int, Row] = field(default_factory=dict)
     step_rows: list[Row] = field(default_factory=list)
     """The rows for which the newest plan computed something."""
@@ -171,6 +174,7 @@ class ModelWorker:
             max_rows=self.max_rows,
             max_tokens_per_step=self.max_tokens_per_step,
             num_host_blocks=self.num_host_blocks,
+            num_disk_blocks=self.num_disk_blocks,
             num_checkpoints=self.num_checkpoints,
             max_draft_tokens=self.max_draft_tokens,
             reason=reason,
@@ -180,6 +184,7 @@ class ModelWorker:
         """Start an epoch and drop all rows."""
         self.epoch, self.last_step, self.answered_step = epoch, 0, 0
         self.rows.clear()
+        self.host_in_use.clear()
         self._generations.clear()
         self._spoils.clear()
         self._used_before = {}
@@ -226,6 +231,7 @@ class ModelWorker:
         for _, targets in outs + ins:
             self._check_unused(targets)
         for sources, targets in outs:
+            self._check_disk(targets, reads=False)
             self._copy(sources, targets)
         self._copy_on_device(plan.copy_sources.tolist(), plan.copy_targets.tolist())
         admitted = [(self._admit(admission), admission.num_computed_tokens) for admission in plan.admissions]
@@ -250,6 +256,7 @@ class ModelWorker:
                 raise ViolationError("plan.drafts", what, row.name)
             row.draft_limit = limit
         for sources, targets in ins:
+            self._check_disk(sources, reads=True)
             self._copy(sources, targets)
             # The row of a preempted request continues to write its last block.
             for row, given in admitted:
@@ -340,6 +347,36 @@ class ModelWorker:
             used = self._used_before.get(block, self._last_named[block])
             if self._holders[block] or used > self.answered_step:
                 raise ViolationError("kv.reuse", f"block {block} is the target of a copy; step {used} may still use it")
+
+    def _check_disk(self, blocks: list[int], *, reads: bool) -> None:
+        """Check that no disk job uses the host blocks that a plan reads or writes."""
+        for block in blocks:
+            is_written = self.host_in_use.get(block - self.num_blocks)
+            if is_written or (is_written is not None and not reads):
+                raise ViolationError("disk.fence", f"host block {block - self.num_blocks} of a disk job is in a plan")
+
+    def host_content(self, host_block: int) -> tuple[list[int], Spoil | None]:
+        """Return the content of a host block, and its spoil."""
+        block = self.num_blocks + host_block
+        size = self.block_size
+        return self._values[block * size : (block + 1) * size], self._spoils.get(block)
+
+    def check_host_unused(self, host_block: int) -> None:
+        """Check that no step without a result uses a host block."""
+        self._check_unused([self.num_blocks + host_block])
+
+    def host_writer(self, host_block: int) -> Row | None:
+        """Return the row that computed the content of a host block."""
+        return self._writer[self.num_blocks + host_block]
+
+    def set_host_content(self, host_block: int, values: list[int], spoil: Spoil | None, writer: Row | None) -> None:
+        """Change the content of a host block that no step uses."""
+        block = self.num_blocks + host_block
+        self._values[block * self.block_size : (block + 1) * self.block_size] = values
+        self._writer[block] = writer
+        self._spoils.pop(block, None)
+        if spoil is not None:
+            self._spoils[block] = spoil
 
     def _copy(self, sources: list[int], targets: list[int]) -> None:
         if len(sources) != len(set(targets)) or max(sources + targets) >= len(self._holders):

@@ -16,6 +16,7 @@ from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.core.interface.effects import (
     AttemptPrefilled,
+    DiskJobWanted,
     Effect,
     EndReason,
     FrontendUnknown,
@@ -136,6 +137,8 @@ class Scheduler:
     def _plan(self, worker: Worker, now: float) -> Plan | None:
         """Make a plan, and apply its consequences to the requests."""
         requests, backlog = self._requests, self._requests.backlog
+        if worker.swap.disk is not None:
+            worker.swap.disk.time_passed(now)
         outcome = Planner(
             worker,
             backlog,
@@ -148,6 +151,7 @@ class Scheduler:
             max(0, requests.queued_tokens - backlog.late_tokens) // len(self._fleet),
             now,
         ).run()
+        self._send_jobs(worker)
         if outcome.obstacle is not worker.obstacle:
             worker.obstacle = outcome.obstacle
             if self._notes is not None:
@@ -303,6 +307,8 @@ class Scheduler:
     def _request_arrived(self, event: ev.RequestArrived, now: float) -> None:
         if event.frontend in self._frontends:
             self._requests.arrive(event, now)
+            if self._fleet.with_disk:
+                self._load_ahead(event, now)
         else:
             self._effects.append(FrontendUnknown(frontend=event.frontend))
 
@@ -428,6 +434,48 @@ class Scheduler:
         if not worker.draining:
             self._compile(worker, grammars_to_compile(worker, self._requests.backlog))
 
+    def _disk_reported(self, event: ev.DiskReported, now: float) -> None:
+        worker = self._known(event)
+        if worker is None or worker.swap.disk is None:
+            return
+        disk = worker.swap.disk
+        disk.files_refused(event.refused)
+        if event.copy_id:
+            num_read = disk.reported(event.copy_id, event.failed, now)
+            if num_read and event.seconds > 0.0:
+                worker.costs.reads_measured(num_read, event.seconds)
+        else:
+            disk.listed(event.found, is_complete=event.is_complete)
+        self._use_disk(worker, now)
+
+    def _load_ahead(self, event: ev.RequestArrived, now: float) -> None:
+        """Start to read the prefix of a new request from disk, on the worker that has most of it."""
+        request = self._requests.get(event.frontend, event.stream)
+        if request is None or request.state is not RequestState.QUEUED:
+            return
+        found = [
+            (worker.match(request), worker)
+            for worker in self._fleet.with_disk.values()
+            if not worker.draining and worker.swap.disk is not None and worker.swap.disk.keys
+        ]
+        if not found:
+            return
+        match, worker = max(found, key=lambda each: each[1].num_cached(each[0]))
+        worker.load(request, match, now)
+        self._send_jobs(worker)
+
+    def _use_disk(self, worker: Worker, now: float) -> None:
+        """Start to write blocks to a worker's disk, and send the jobs."""
+        worker.write_to_disk(now)
+        self._send_jobs(worker)
+
+    def _send_jobs(self, worker: Worker) -> None:
+        disk = worker.swap.disk
+        if disk is not None and disk.outbox:
+            for job in disk.outbox:
+                self._effects.append(DiskJobWanted(worker=worker.peer, epoch=worker.epoch, job=job))
+            disk.outbox.clear()
+
     def _compile(self, worker: Worker, requests: list[Request]) -> None:
         """Ask a worker to compile the grammars of requests."""
         self._effects.extend(
@@ -486,6 +534,8 @@ class Scheduler:
                 self._requests.last_step_planned(worker.vacate(row))
         for request, values in settled.embedded:
             self._requests.end(request, EndReason.EMBEDDED, now, embedding=values)
+        if worker.swap.disk is not None:
+            self._use_disk(worker, now)
 
     def _charge(self, worker: Worker, settled: Settled, now: float) -> None:
         """Charge the step's tokens to the accounts of their requests. No other code charges tokens."""
@@ -552,7 +602,7 @@ class Scheduler:
             request.note(now, NoteKind.FAULT, note)
             self._requests.drop_swapped(request)
 
-    def _known(self, event: ev.StepDone | ev.WorkerCompiling | ev.GrammarReported) -> Worker | None:
+    def _known(self, event: ev.StepDone | ev.WorkerCompiling | ev.GrammarReported | ev.DiskReported) -> Worker | None:
         """Return the worker of an event, or None if the event's epoch has ended."""
         worker = self._fleet.get(event.worker)
         if worker is None:
@@ -593,6 +643,9 @@ class Scheduler:
     def _time_passed(self, event: ev.TimePassed, now: float) -> None:
         for worker in self._fleet.overdue(now):
             self._give_up(worker, f"step {worker.answered_step + 1} is overdue", now, fatal=True)
+        for worker in self._fleet.with_disk.values():
+            if worker.swap.disk is not None:
+                worker.swap.disk.time_passed(now)
         self._requests.time_passed(now)
         self._requests.backlog.time_passed(now)
         self._quarantine.time_passed(now)
@@ -621,6 +674,7 @@ class Scheduler:
         ev.ResumeRequested: "_resume_requested",
         ev.WorkerCompiling: "_worker_compiling",
         ev.GrammarReported: "_grammar_reported",
+        ev.DiskReported: "_disk_reported",
         ev.StepDone: "_step_done",
         ev.TimePassed: "_time_passed",
         ev.ShutdownRequested: "_shutdown_requested",

@@ -261,6 +261,8 @@ class Encoder:
                 entry.grammar.worker, entry.grammar.epoch = self._peer(event.worker), event.epoch
                 entry.grammar.tag = self._tagger.tag(event.key)
                 entry.grammar.failure = 0 if event.failure is None else 1 + event.failure.is_invalid
+            case ev.DiskReported():
+                self._disk(entry.disk, event)
             case ev.DrainRequested():
                 entry.drain.worker_id, entry.drain.move = event.worker_id, event.move
                 entry.drain.SetInParent()
@@ -287,6 +289,16 @@ class Encoder:
                 entry.shutdown = True
             case _:
                 raise AssertionError(f"an event without a message: {event}")
+
+    def _disk(self, message: pb.DiskReported, event: ev.DiskReported) -> None:
+        message.worker, message.epoch, message.copy_id = self._peer(event.worker), event.epoch, event.copy_id
+        message.failed.extend(event.failed)
+        message.seconds, message.is_complete = event.seconds, event.is_complete
+        message.slots.extend(block.slot for block in event.found)
+        message.keys = self._tagger.tag_keys(b"".join(block.key for block in event.found))
+        message.is_first = bytes(block.is_first for block in event.found)
+        for reason, count in event.refused:
+            message.refused[reason] = count
 
     def _step_done(self, message: pb.StepDone, event: ev.StepDone, timings: plan_pb2.StepTimings | None) -> None:
         message.worker = self._peer(event.worker)

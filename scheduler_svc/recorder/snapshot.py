@@ -44,7 +44,9 @@ _PEERS = {
 }
 _ROW_NUMBERS = {("SteadyRows", "column")}
 _KEYS = {
-    ("HostKeys", "_blocks"), ("HostKeys", "_keys"), ("BlockPool", "saved"),
+    ("HostKeys", "_blocks"), ("HostKeys", "_keys"), ("HostKeys", "_roots"),
+    ("BlockEntry", ""), ("DiskBlock", ""), ("DiskSpace", "_unwritten"), ("DiskSpace", "_writing"),
+    ("DiskSpace", "_reading"), ("DiskSpace", "_awaited"), ("_Node", "root"),
     ("_Node", "keys"), ("_Node", "children"), ("PrefixCache", "_next_keys"), ("PrefixCache", "_pending"),
     ("Request", "keys"), ("PartialBlocks", ""), ("PartialBlocks", "_followers"),
     ("Backlog", "_prefixes"), ("OutputLengths", "_samples"), ("OutputLengths", "_sorted"), ("_Wanted", ""),

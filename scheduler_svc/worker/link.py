@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError
 from protos.quire.plan.v1 import plan_pb2
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.arrays import NO_INDICES
+from scheduler_svc.core.interface.disk import DiskAction, DiskBlock, DiskJob
 from scheduler_svc.core.interface.plan import Plan, RowAdmission
 from scheduler_svc.core.memory.swapping import joined
 from shared.columns import MalformedColumnError, from_column, from_columns, to_column
@@ -30,6 +31,7 @@ from shared.versions import UnsupportedVersionError, negotiate, spoken
 
 _MAX_ROWS = 1 << 16
 _MAX_BLOCKS = 1 << 22
+_MAX_DISK_BLOCKS = 1 << 20
 _MAX_BLOCK_SIZE = 1 << 16
 _MAX_HIDDEN = 1 << 20
 _MAX_DRAFTS = 64
@@ -38,6 +40,8 @@ _MAX_DEVICE = 128
 """Maximum length of a device name in characters. The name is only displayed."""
 _MAX_FIELD = 128
 """Maximum length of a field name in characters."""
+_MAX_REASON, _MAX_REASONS = 32, 16
+"""Maximum length of a reason for refused files in characters, and number of reasons in a report."""
 _MAX_TABLE = 1 << 28
 """Maximum number of entries in a worker's block tables. Unused entries take address space but no memory."""
 _HELLO_REASONS = {
@@ -45,6 +49,7 @@ _HELLO_REASONS = {
     plan_pb2.HELLO_REASON_PROTOCOL_ERROR: ev.HelloReason.PROTOCOL_ERROR,
     plan_pb2.HELLO_REASON_STEP_FAILED: ev.HelloReason.STEP_FAILED,
 }
+_DISK_ACTIONS = {action: plan_pb2.DiskAction.Value(f"DISK_ACTION_{action.name}") for action in DiskAction}
 _FAILURE_KINDS = {
     plan_pb2.ROW_FAILURE_KIND_NOT_FINITE: ev.FailureKind.NOT_FINITE,
     plan_pb2.ROW_FAILURE_KIND_NO_TOKEN_ALLOWED: ev.FailureKind.NO_TOKEN_ALLOWED,
@@ -77,6 +82,8 @@ def decode(peer: ev.Peer, payload: bytes) -> tuple[ev.Event, plan_pb2.StepTiming
             report = message.grammar
             failure = _grammar_failure(report)
             return ev.GrammarReported(worker=peer, epoch=message.epoch, key=report.key, failure=failure), None
+        case "disk":
+            return _disk_reported(peer, message.epoch, message.disk), None
         case "goodbye":
             return ev.WorkerLost(worker=peer, reason=f"goodbye: {message.goodbye.reason}", orderly=True), None
         case _:
@@ -157,6 +164,18 @@ def encode_prepare_grammar(epoch: int, *, key: bytes, grammar: bytes, drop: Sequ
     """Encode the request to compile a grammar, and to drop those with the keys in `drop`."""
     prepare = plan_pb2.PrepareGrammar(key=key, grammar=grammar, drop=drop)
     return plan_pb2.SchedulerMessage(epoch=epoch, prepare_grammar=prepare).SerializeToString()
+
+
+def encode_disk_job(epoch: int, job: DiskJob) -> bytes:
+    """Encode a job for the worker's disk."""
+    message = plan_pb2.DiskJob(copy_id=job.copy_id, action=_DISK_ACTIONS[job.action])
+    if job.blocks:
+        message.host_blocks = to_column(list(job.host_blocks))
+        message.blocks.slots = to_column([block.slot for block in job.blocks])
+        message.blocks.keys = b"".join(block.key for block in job.blocks)
+        message.blocks.roots = b"".join(block.root for block in job.blocks)
+        message.blocks.is_first = bytes(block.is_first for block in job.blocks)
+    return plan_pb2.SchedulerMessage(epoch=epoch, disk_job=message).SerializeToString()
 
 
 def encode_ping(epoch: int, log_level: str) -> bytes:
@@ -273,6 +292,35 @@ def _failed_row(failure: plan_pb2.RowFailure) -> ev.FailedRow:
     )
 
 
+def _disk_reported(peer: ev.Peer, epoch: int, report: plan_pb2.DiskReport) -> ev.DiskReported:
+    found = report.found
+    try:
+        slots, failed = from_column(found.slots).tolist(), from_column(report.failed).tolist()
+    except MalformedColumnError as error:
+        raise MalformedFrameError(str(error)) from None
+    sizes = (len(found.keys), len(found.roots), len(found.is_first))
+    if sizes != (KEY_BYTES * len(slots), KEY_BYTES * len(slots), len(slots)) or min(slots + failed, default=0) < 0:
+        raise MalformedFrameError("DiskReport: the columns differ in length, or a number is negative")
+    return ev.DiskReported(
+        worker=peer,
+        epoch=epoch,
+        copy_id=report.copy_id,
+        failed=tuple(failed),
+        seconds=report.duration_ns / 1e9,
+        found=tuple(
+            DiskBlock(
+                slot,
+                found.keys[KEY_BYTES * place : KEY_BYTES * (place + 1)],
+                found.roots[KEY_BYTES * place : KEY_BYTES * (place + 1)],
+                bool(found.is_first[place]),
+            )
+            for place, slot in enumerate(slots)
+        ),
+        is_complete=report.is_complete,
+        refused=tuple((each.reason[:_MAX_REASON], each.count) for each in report.refused[:_MAX_REASONS]),
+    )
+
+
 def _grammar_failure(report: plan_pb2.GrammarReport) -> ev.GrammarFailure | None:
     if not report.failure and report.cause == plan_pb2.GRAMMAR_FAILURE_CAUSE_UNSPECIFIED:
         return None
@@ -326,6 +374,7 @@ def _hello(peer: ev.Peer, hello: plan_pb2.Hello) -> ev.WorkerHello:
         max_rows=hello.max_rows,
         max_tokens_per_step=hello.max_tokens_per_step,
         num_host_blocks=min(hello.num_host_blocks, _MAX_BLOCKS),
+        num_disk_blocks=min(hello.num_disk_blocks, _MAX_DISK_BLOCKS),
         num_checkpoints=min(hello.num_checkpoints, _MAX_BLOCKS),
         max_draft_tokens=hello.max_draft_tokens,
         device=" ".join(hello.device.split())[:_MAX_DEVICE],

@@ -9,7 +9,7 @@ from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.arrays import IndexArray
 from scheduler_svc.core.interface.records import WaitReason
 from scheduler_svc.core.memory.block_pool import BlockPool
-from scheduler_svc.core.memory.host_keys import HostKeys
+from scheduler_svc.core.memory.host_keys import BlockEntry, HostKeys
 from scheduler_svc.core.memory.prefix_directory import PrefixDirectory
 from scheduler_svc.core.memory.swapping import SwapSpace
 from scheduler_svc.core.planning.steady import plan_steady
@@ -19,6 +19,7 @@ from shared.prefix_keys import KEY_BYTES, BlockKey
 from tests.scheduler_svc.cluster import FRONTEND, Cluster
 
 EPOCH = 5
+ROOT = b"r" * KEY_BYTES
 
 
 def _key(number: int, prefix: bytes = b"k") -> BlockKey:
@@ -29,9 +30,9 @@ def _keys(count: int) -> bytes:
     return b"".join(map(_key, range(count)))
 
 
-def _entries(*numbers: int) -> list[tuple[BlockKey, bool]]:
-    """Keys with these numbers; number 0 begins a sequence."""
-    return [(_key(number), not number) for number in numbers]
+def _entries(*numbers: int) -> list[BlockEntry]:
+    """Entries with these numbers; number 0 begins a sequence."""
+    return [BlockEntry(_key(number), ROOT, not number) for number in numbers]
 
 
 def _blocks(*numbers: int) -> IndexArray:

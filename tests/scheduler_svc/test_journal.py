@@ -27,9 +27,9 @@ from scheduler_svc.journal.journal import Journal
 from scheduler_svc.journal.recovery import replay, to_event
 from scheduler_svc.journal.segments import HEADER, read_segment
 from scheduler_svc.journal.syncer import Syncer
-from scheduler_svc.segments import FolderInUseError
 from shared.columns import from_column, to_column
 from shared.config import ConfigError, SchedulerConfig
+from shared.folder_lock import FolderInUseError
 from shared.request_spec import RequestSpec
 from tests.scheduler_svc.cluster import FRONTEND, Cluster
 from tests.scheduler_svc.operations import count_calls

@@ -31,9 +31,10 @@ from scheduler_svc.recorder import recorder as recorder_module
 from scheduler_svc.recorder.recorder import Recorder
 from scheduler_svc.recorder.segments import Ring, SegmentWriter, paths
 from scheduler_svc.recorder.tape import Cut, RecordedScheduler, Tape
-from scheduler_svc.segments import FolderInUseError, SegmentFile
+from scheduler_svc.segments import SegmentFile
 from scheduler_svc.service import SchedulerService
 from shared.config import SchedulerConfig
+from shared.folder_lock import FolderInUseError
 from shared.frames import LINK_MAX_MESSAGE
 from shared.request_spec import RequestSpec
 from shared.telemetry import Telemetry

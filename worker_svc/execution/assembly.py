@@ -19,6 +19,7 @@ from worker_svc.execution.engine import Engine
 from worker_svc.execution.profiling import run_captured_step, run_largest_step
 from worker_svc.execution.step_sizes import default_rows, default_tokens, gpu_of, largest_captured
 from worker_svc.interface.limits import Limits
+from worker_svc.memory.disk_files import MAX_SLOTS, file_bytes
 from worker_svc.memory.kv_pool import allocate, block_bytes, cuda_memory_for_kv
 from worker_svc.model.base import KVCache, Model
 from worker_svc.model.loader import ModelDescription
@@ -102,7 +103,12 @@ def build_engine(
         )
     num_host_blocks = parse_bytes(config.host_cache) // bytes_per_block if bytes_per_block else 0
     num_blocks, num_host_blocks = group.least((num_blocks, num_host_blocks))
-    limits = dataclasses.replace(limits, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
+    limits = dataclasses.replace(
+        limits,
+        num_blocks=num_blocks,
+        num_host_blocks=num_host_blocks,
+        num_disk_blocks=_count_disk_blocks(config, num_host_blocks, bytes_per_block, group),
+    )
     caches = allocate(kv_shapes, num_blocks, limits.block_size, description.kv_dtype, device, setting)
     return Engine(
         model,
@@ -147,13 +153,37 @@ def _graphs(limits: Limits, most: int, model: Model, draft_model: Model | None) 
     )
 
 
+def _count_disk_blocks(config: WorkerConfig, num_host_blocks: int, bytes_per_block: int, group: Group) -> int:
+    """Return the number of blocks that fit into the disk cache; 0 without one.
+
+    Raises:
+        ConfigError: there is no host memory for blocks on their way from disk, or the worker has several ranks.
+    """
+    if not config.disk_cache:
+        return 0
+    if not num_host_blocks:
+        raise ConfigError(
+            "disk_cache: blocks pass through host memory, but host_cache holds no block; raise host_cache"
+        )
+    if group.size > 1:
+        raise ConfigError("disk_cache: not supported with tensor_parallel_size above 1; remove disk_cache")
+    num_blocks = min(parse_bytes(config.disk_cache_bytes) // file_bytes(bytes_per_block), MAX_SLOTS)
+    if not num_blocks:
+        raise ConfigError(f"disk_cache_bytes: {config.disk_cache_bytes} is too little for one block; raise it")
+    return num_blocks
+
+
 def _check_recurrent(config: WorkerConfig) -> None:
     """Check that the settings do not need to go back to an earlier state, or to copy one to the host.
 
     Raises:
         ConfigError: a setting does.
     """
-    used = {"speculation": config.speculation != "off", "host_cache": parse_bytes(config.host_cache) > 0}
+    used = {
+        "speculation": config.speculation != "off",
+        "host_cache": parse_bytes(config.host_cache) > 0,
+        "disk_cache": bool(config.disk_cache),
+    }
     for setting in (name for name, is_used in used.items() if is_used):
         raise ConfigError(
             f"{setting}: {getattr(config, setting)} is not supported for models with recurrent state, which is not"

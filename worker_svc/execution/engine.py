@@ -38,6 +38,7 @@ from worker_svc.interface.limits import Limits
 from worker_svc.interface.plan import Plan
 from worker_svc.interface.result import FailureKind, RowFailure, StepResult, StepTimings
 from worker_svc.memory.block_copies import make_copies
+from worker_svc.memory.disk_tier import HostBytes
 from worker_svc.memory.swap import Copies, HostPool
 from worker_svc.model.base import KVCache, Model
 from worker_svc.model.recurrent import StateSave
@@ -162,6 +163,10 @@ class Engine:
     def limits(self) -> Limits:
         """The worker's limits."""
         return self._rows.limits
+
+    def host_bytes(self) -> HostBytes:
+        """Return a view of the host blocks' bytes, for copies to and from disk."""
+        return self._host_pool.host_bytes()
 
     @property
     def num_in_flight(self) -> int:

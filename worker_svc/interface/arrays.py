@@ -6,6 +6,7 @@ import numpy.typing as npt
 IntArray = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
+ByteArray = npt.NDArray[np.uint8]
 
 NO_ROWS: IntArray = np.zeros(0, np.int64)
 NO_IDS: Int32Array = np.zeros(0, np.int32)

@@ -14,6 +14,7 @@ class Limits:
     num_blocks: int
     vocab_size: int
     num_host_blocks: int = 0
+    num_disk_blocks: int = 0
     num_kv_groups: int = 1
     hidden_size: int = 0
     """Number of elements in a token's last hidden state; 0 if the model does not return hidden states."""

@@ -20,9 +20,10 @@ from shared.ids import draw_incarnation, routing_id
 from shared.logging import get_logger
 from shared.schedulers import Schedulers
 from shared.sockets import NO_HEARTBEAT, Protect, connect_dealer
+from worker_svc.interface.disk import DiskReport
 from worker_svc.interface.grammar import GrammarReport
 from worker_svc.interface.result import StepResult
-from worker_svc.link.encoding import encode_grammar_report, encode_hello, encode_result
+from worker_svc.link.encoding import encode_disk_report, encode_grammar_report, encode_hello, encode_result
 from worker_svc.link.identity import Identity
 from worker_svc.link.session import Event, HelloReason, Lost, Malformed, Session, Welcomed
 from worker_svc.rows.retained import Retained
@@ -166,6 +167,13 @@ class Link:
         if self._connection is not None:
             message = encode_grammar_report(report)
             self._send(plan_pb2.WorkerMessage(grammar=message))
+
+    def send_disk_report(self, report: DiskReport) -> bool:
+        """Send a report of the disk; return whether it was sent. It can be sent again later."""
+        if not self._session.epoch:
+            return False
+        message = encode_disk_report(report)
+        return self._send(plan_pb2.WorkerMessage(epoch=self._session.epoch, disk=message))
 
     def send_compiling(self, expected_ms: int) -> None:
         """Ask the scheduler for `expected_ms` more time for the running step; does nothing before Welcome."""

@@ -15,6 +15,7 @@ from shared.columns import MalformedColumnError, from_column, from_columns
 from shared.frames import MAX_LOGPROBS
 from shared.prefix_keys import KEY_BYTES
 from worker_svc.interface.arrays import NO_IDS, NO_ROWS, Int32Array, IntArray
+from worker_svc.interface.disk import DiskAction, DiskBlock, DiskJob
 from worker_svc.interface.errors import PlanError
 from worker_svc.interface.grammar import Grammar, GrammarRequest
 from worker_svc.interface.limits import Limits
@@ -29,6 +30,7 @@ from worker_svc.interface.plan import (
     StateSaves,
 )
 
+_DISK_ACTIONS = {plan_pb2.DiskAction.Value(f"DISK_ACTION_{action.name}"): action for action in DiskAction}
 _INT32_MAX = 0x7FFFFFFF
 
 
@@ -78,6 +80,42 @@ def decode_frame(frame: bytes, limits: Limits) -> Plan:
 def decode_grammar_request(message: plan_pb2.PrepareGrammar) -> GrammarRequest:
     """Decode a request to compile a grammar."""
     return GrammarRequest(decode_grammar(message.key, message.grammar), tuple(message.drop))
+
+
+def decode_disk_job(message: plan_pb2.DiskJob, limits: Limits) -> DiskJob:
+    """Decode a job of the disk, and check it against the worker's limits.
+
+    Raises:
+        PlanError: the job violates the protocol.
+    """
+    action = _DISK_ACTIONS.get(message.action)
+    if action is None or not message.copy_id:
+        raise PlanError("its action or its ID is missing")
+    if action is DiskAction.CLEAR:
+        return DiskJob(copy_id=message.copy_id, action=action)
+    blocks = message.blocks
+    try:
+        host_blocks, slots = from_columns(message.host_blocks, blocks.slots)
+    except MalformedColumnError as error:
+        raise PlanError(str(error)) from None
+    num_blocks = len(slots)
+    if not num_blocks or _outside(slots, limits.num_disk_blocks) or _outside(host_blocks, limits.num_host_blocks):
+        raise PlanError(f"a slot is outside [0, {limits.num_disk_blocks}), or a host block does not exist")
+    if len(np.unique(slots)) < num_blocks or len(np.unique(host_blocks)) < num_blocks:
+        raise PlanError("a slot or a host block appears twice")
+    if {len(blocks.keys), len(blocks.roots)} != {KEY_BYTES * num_blocks} or len(blocks.is_first) != num_blocks:
+        raise PlanError("its columns differ in length")
+    return DiskJob(
+        copy_id=message.copy_id,
+        action=action,
+        host_blocks=host_blocks,
+        blocks=tuple(
+            DiskBlock(slot, blocks.keys[at : at + KEY_BYTES], blocks.roots[at : at + KEY_BYTES], bool(first))
+            for slot, at, first in zip(
+                slots.tolist(), range(0, len(blocks.keys), KEY_BYTES), blocks.is_first, strict=True
+            )
+        ),
+    )
 
 
 def _ids(column: bytes) -> Int32Array:

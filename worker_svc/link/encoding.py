@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import to_column
 from shared.frames import PLAN_MAX_MESSAGE, PLAN_VERSIONS
+from worker_svc.interface.disk import DiskReport
 from worker_svc.interface.grammar import GrammarFailureCause, GrammarReport
 from worker_svc.interface.result import (
     DeviceReadings,
@@ -52,6 +53,7 @@ def encode_hello(
         block_size=limits.block_size,
         num_blocks=limits.num_blocks,
         num_host_blocks=limits.num_host_blocks,
+        num_disk_blocks=limits.num_disk_blocks,
         num_checkpoints=limits.num_checkpoints,
         max_rows=limits.max_rows,
         max_tokens_per_step=limits.max_tokens_per_step,
@@ -130,6 +132,23 @@ def encode_scores(scores: Scores) -> Iterator[plan_pb2.RowScores]:
 def encode_grammar_report(report: GrammarReport) -> plan_pb2.GrammarReport:
     cause = plan_pb2.GRAMMAR_FAILURE_CAUSE_UNSPECIFIED if report.cause is None else _CAUSES[report.cause]
     return plan_pb2.GrammarReport(key=report.key, failure=report.failure, cause=cause)
+
+
+def encode_disk_report(report: DiskReport) -> plan_pb2.DiskReport:
+    message = plan_pb2.DiskReport(
+        copy_id=report.copy_id,
+        failed=to_column(list(report.failed)),
+        duration_ns=report.duration_ns,
+        is_complete=report.is_complete,
+    )
+    if report.found:
+        message.found.slots = to_column([block.slot for block in report.found])
+        message.found.keys = b"".join(block.key for block in report.found)
+        message.found.roots = b"".join(block.root for block in report.found)
+        message.found.is_first = bytes(block.is_first for block in report.found)
+    for reason, count in report.refused.items():
+        message.refused.add(reason=reason, count=count)
+    return message
 
 
 def _failure(failure: RowFailure) -> plan_pb2.RowFailure:

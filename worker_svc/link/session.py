@@ -18,11 +18,12 @@ from google.protobuf.message import DecodeError
 
 from protos.quire.plan.v1 import plan_pb2
 from shared.frames import PLAN_VERSIONS
+from worker_svc.interface.disk import DiskJob
 from worker_svc.interface.errors import PlanError
 from worker_svc.interface.grammar import GrammarRequest
 from worker_svc.interface.limits import Limits
 from worker_svc.interface.plan import Plan
-from worker_svc.link.decoding import decode_grammar_request, decode_plan
+from worker_svc.link.decoding import decode_disk_job, decode_grammar_request, decode_plan
 
 WELCOME_TIMEOUT_S = 2.0
 """Timeout from Hello to Welcome."""
@@ -64,6 +65,13 @@ class GrammarRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskJobArrived:
+    """The scheduler asks for copies between host memory and disk."""
+
+    job: DiskJob
+
+
+@dataclass(frozen=True, slots=True)
 class LogLevelWanted:
     """The operator set the log level."""
 
@@ -94,7 +102,7 @@ class Malformed:
     reason: str
 
 
-Event = Welcomed | PlanArrived | GrammarRequested | LogLevelWanted | Lost | RefusedForGood | Malformed
+Event = Welcomed | PlanArrived | GrammarRequested | DiskJobArrived | LogLevelWanted | Lost | RefusedForGood | Malformed
 
 
 class Session:
@@ -161,6 +169,11 @@ class Session:
                 return self._plan(message.plan, frame)
             case "prepare_grammar":
                 return GrammarRequested(decode_grammar_request(message.prepare_grammar))
+            case "disk_job":
+                try:
+                    return DiskJobArrived(decode_disk_job(message.disk_job, self._limits))
+                except PlanError as error:
+                    return Lost(f"invalid disk job: {error}", HelloReason.PROTOCOL_ERROR)
             case "ping" if message.ping.log_level:
                 return LogLevelWanted(message.ping.log_level)
         return None

@@ -2,5 +2,6 @@
 
 * `kv_pool` – the number of KV blocks that fit into memory, and their tensors.
 * `block_copies` – copies between device blocks.
+* `disk_tier` – the thread that copies between host memory and disk; `disk_files` – the files.
 * `swap` – host memory for the KV of preempted requests, and copies between device and host.
 """

@@ -19,6 +19,7 @@ from worker_svc.device.accelerator import Accelerator, Event
 from worker_svc.device.upload import upload
 from worker_svc.interface.arrays import Int32Array
 from worker_svc.interface.plan import Plan
+from worker_svc.memory.disk_tier import HostBytes
 from worker_svc.model.base import KVCache
 
 
@@ -59,6 +60,10 @@ class HostPool:
         self._where = torch.device("cpu") if accelerator is None else accelerator.device
         self._device = BlockPool(device, self._where)
         self._host = BlockPool(host, self._where)
+
+    def host_bytes(self) -> HostBytes:
+        """Return a view of the host blocks' bytes, for copies to and from disk."""
+        return HostBytes(self._host.tensors)
 
     def swap_out(self, plan: Plan) -> Copies:
         """Start the plan's copies from the device to the host."""

@@ -7,9 +7,12 @@ Python runs this file at the start of every process whose PYTHONPATH contains it
 * CHAOS_EAGER lets the worker say hello without a pause.
 * CHAOS_COPIES names a folder. A file "out" or "in" in it terminates the process in the middle of a copy of KV blocks in
   this direction. A file "scheduler" with a process ID terminates that process in the middle of a copy to the device.
+* CHAOS_DISK names a folder. A file "write" or "read" in it terminates the process in the middle of writing or reading a
+  block's file. While there is a file "full" in it, the disk is full; while there is a file "slow", a read takes 2 s.
 * CHAOS_POISON is a sequence of tokens. A step whose batch contains it terminates the process, like a kernel fault.
 """
 
+import errno
 import importlib.abc
 import importlib.machinery
 import os
@@ -71,6 +74,33 @@ def _mortal(swap: Any) -> None:
     swap.HostPool._copy = halved
 
 
+def _faulty_disk(disk_files: Any) -> None:
+    folder, files = Path(os.environ["CHAOS_DISK"]), disk_files.BlockFiles
+    write, read = files.write, files.read
+
+    def dies(order: Path) -> bool:
+        found = order.exists()
+        order.unlink(missing_ok=True)
+        return found
+
+    def written(self: Any, block: Any, content: memoryview) -> None:
+        if dies(folder / "write"):
+            self._path(block.slot, "tmp").write_bytes(content[: len(content) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        if (folder / "full").exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(self, block, content)
+
+    def read_in(self: Any, block: Any, into: memoryview) -> None:
+        if dies(folder / "read"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if (folder / "slow").exists():
+            time.sleep(2.0)
+        read(self, block, into)
+
+    files.write, files.read = written, read_in
+
+
 class _AfterImport(importlib.abc.MetaPathFinder):
     """Patches modules right after they are loaded."""
 
@@ -102,6 +132,8 @@ if "worker" in _arguments:
         changes["worker_svc.link.connection"] = _eager
     if os.environ.get("CHAOS_COPIES"):
         changes["worker_svc.memory.swap"] = _mortal
+    if os.environ.get("CHAOS_DISK"):
+        changes["worker_svc.memory.disk_files"] = _faulty_disk
     if os.environ.get("CHAOS_POISON"):
         changes["worker_svc.execution.batch"] = _poisonable
     sys.meta_path.insert(0, _AfterImport(changes))

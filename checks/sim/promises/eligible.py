@@ -34,6 +34,7 @@ class Obstacle(enum.Enum):
     RIVALS = "others of its tenant may use up the quota"
     SUSPECT = "a request is tried alone, or may be"
     PREFIX = "another request computes its prefix"
+    DISK = "its prefix is read from disk"
     MEMORY = "there may not be enough memory"
 
 
@@ -149,6 +150,8 @@ class Eligibility(Promise):
         """Return why a stream with credit may be held. No request overtakes it then."""
         if self._prefix_is_computed(stream, epoch, without):
             return Obstacle.PREFIX
+        if epoch.jobs and self.cluster.disk_of(epoch).is_reading_for(epoch, stream.first_tokens(stream.num_known)):
+            return Obstacle.DISK
         return Obstacle.RIVALS if self._quotas.may_be_last(stream) else None
 
     def shares_prefix_with(self, stream: Stream, rows: Sequence[Row], epoch: Epoch) -> bool:

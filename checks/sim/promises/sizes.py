@@ -62,8 +62,8 @@ _HAS_OWN_LIMIT = frozenset(
 )
 """Containers with limits that a simulation does not reach. Their contents are not examined."""
 _BY_BLOCK = (
-    "BlockPool.", "HostKeys.", "HostPool.", "PartialBlocks.", "PrefixCache.", "PrefixDirectory.", "RecencyQueue.",
-    "_Group.", "_Node.",
+    "BlockPool.", "DiskSpace.", "HostKeys.", "HostPool.", "PartialBlocks.", "PrefixCache.", "PrefixDirectory.",
+    "RecencyQueue.", "_Group.", "_Node.",
 )  # fmt: skip
 """Containers with at most a few entries for each block of a worker."""
 _BY_CHECKPOINT = ("StateCheckpoints.",)
@@ -99,7 +99,7 @@ class MemoryIsBounded(Promise):
         models = [epoch.model for epoch in self.cluster.epochs.values()]
         live = len(self.clients.live) + len(models) + self.world.scenario.num_frontends
         live += sum(model.max_rows for model in models)
-        blocks = sum(model.num_blocks + model.num_host_blocks for model in models)
+        blocks = sum(model.num_blocks + model.num_host_blocks + model.num_disk_blocks for model in models)
         for path, size in sizes_of(self._core, epochs).items():
             if path in _HAS_OWN_LIMIT:
                 continue

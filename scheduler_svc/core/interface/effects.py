@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from scheduler_svc.core.interface.arrays import Int32Array, spread
+from scheduler_svc.core.interface.disk import DiskJob
 from scheduler_svc.core.interface.events import ModelFacts
 from scheduler_svc.core.interface.records import EndReason as EndReason
 from scheduler_svc.core.interface.records import Log, Peer
@@ -156,6 +157,15 @@ class GrammarWanted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DiskJobWanted:
+    """Command to a worker: copy blocks between host memory and disk, and report."""
+
+    worker: Peer
+    epoch: int
+    job: DiskJob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptPrefilled:
     """A traced request's prompt is computed; the first token of this attempt has arrived."""
 
@@ -188,6 +198,7 @@ Effect = (
     | WorkerUnknown
     | WorkerEmptied
     | GrammarWanted
+    | DiskJobWanted
     | AttemptPrefilled
     | AttemptEnded
 )

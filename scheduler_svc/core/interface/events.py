@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scheduler_svc.core.interface.arrays import IndexArray, Int32Array
+from scheduler_svc.core.interface.disk import DiskBlock
 from scheduler_svc.core.interface.records import GrammarFailure as GrammarFailure
 from scheduler_svc.core.interface.records import Log
 from scheduler_svc.core.interface.records import Peer as Peer
@@ -146,6 +147,8 @@ class WorkerHello:
     max_rows: int
     max_tokens_per_step: int
     num_host_blocks: int = 0
+    num_disk_blocks: int = 0
+    """Blocks that fit on its disk."""
     num_checkpoints: int = 0
     """Number of checkpoints of recurrent states that it can hold."""
     max_draft_tokens: int = 0
@@ -216,6 +219,26 @@ class GrammarReported:
     key: bytes
     failure: GrammarFailure | None = None
     """Why the worker cannot compile the grammar; None if it is compiled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskReported:
+    """A worker has ended a disk job, or lists a part of its blocks on disk."""
+
+    worker: Peer
+    epoch: int
+    copy_id: int = 0
+    """The job; 0 if the report is a part of the list."""
+    failed: tuple[int, ...] = ()
+    """Positions of the job's blocks that were not copied."""
+    seconds: float = 0.0
+    """Duration of the job, s."""
+    found: tuple[DiskBlock, ...] = ()
+    """Blocks on disk from earlier epochs."""
+    is_complete: bool = False
+    """Whether the list is complete."""
+    refused: tuple[tuple[str, int], ...] = ()
+    """Refused files since the last report, by reason."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -308,6 +331,7 @@ Event = (
     | WorkerLost
     | WorkerCompiling
     | GrammarReported
+    | DiskReported
     | StepDone
     | DrainRequested
     | ResumeRequested

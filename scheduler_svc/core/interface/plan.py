@@ -32,6 +32,8 @@ class RowAdmission:
     """Number of leading tokens whose KV is already in the given blocks, or is copied there by this plan."""
     num_restored_tokens: int = 0
     """Number of these tokens that were copied from host memory for this admission, or are copied by this plan."""
+    num_loaded_tokens: int = 0
+    """Number of these tokens that were read from disk before."""
     blocks: IndexArray
     """Block table of KV group 0, `[num_blocks]`."""
     checkpoint: int | None = None

@@ -113,6 +113,7 @@ class WaitReason(enum.Enum):
     NO_WORKER = "a worker that can serve it"
     BUDGET = "room in a step that other prompts fill"
     COPY = "its prefix, which is copied from host memory"
+    DISK = "its prefix, which is read from disk"
 
     # Each enum member is a single object, so compare identities. `Enum` hashes the member's name, which takes five
     # times as long.
@@ -120,6 +121,7 @@ class WaitReason(enum.Enum):
 
 
 RESTORED_TOKENS = "tokens copied from host memory"
+LOADED_TOKENS = "tokens read from disk"
 """End of the text of an ADMITTED note, after their number, if there are any."""
 
 

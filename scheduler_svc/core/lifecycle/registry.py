@@ -460,6 +460,6 @@ class RequestRegistry:
         self._states.validate(self._requests)
         waiting = [request for request in self._requests.values() if request.state in WAITING]
         for worker in self._fleet:
-            worker.swap.pool.validate(
-                r.swapped.host_blocks for r in waiting if r.swapped is not None and r.swapped.epoch == worker.epoch
+            worker.swap.validate(
+                [r.swapped.host_blocks for r in waiting if r.swapped is not None and r.swapped.epoch == worker.epoch]
             )

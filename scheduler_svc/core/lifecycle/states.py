@@ -28,7 +28,7 @@ from typing import ClassVar, NamedTuple
 
 from scheduler_svc.core.interface.effects import AttemptEnded, Effect
 from scheduler_svc.core.interface.plan import RowAdmission
-from scheduler_svc.core.interface.records import RESTORED_TOKENS, NoteKind, WaitReason
+from scheduler_svc.core.interface.records import LOADED_TOKENS, RESTORED_TOKENS, NoteKind, WaitReason
 from scheduler_svc.core.queueing.backlog import Backlog
 from scheduler_svc.core.queueing.tenants import Tenants
 from scheduler_svc.core.requests.request import Request, RequestKey, RequestState, Wait
@@ -145,7 +145,8 @@ class RequestStates:
         request.attempts += 1
         request.home = worker.epoch
         restored = f", {admission.num_restored_tokens} {RESTORED_TOKENS}" if admission.num_restored_tokens else ""
-        request.note(now, NoteKind.ADMITTED, f"admitted to {worker.worker_id} row {admission.row}{restored}")
+        loaded = f", {admission.num_loaded_tokens} {LOADED_TOKENS}" if admission.num_loaded_tokens else ""
+        request.note(now, NoteKind.ADMITTED, f"admitted to {worker.worker_id} row {admission.row}{loaded}{restored}")
 
     def last_step_planned(self, request: Request) -> None:
         """Record that the request has left its row and only waits for its last result."""

@@ -1,10 +1,13 @@
 """The core's state in numbers, for metrics and operators."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 from scheduler_svc.core.interface.records import EndReason
 from scheduler_svc.core.lifecycle.states import WAITING
+from scheduler_svc.core.memory.disk_space import DiskSpace
 from scheduler_svc.core.memory.state_checkpoints import StateCheckpoints
 from scheduler_svc.core.queueing.forecast import Forecast
 from scheduler_svc.core.queueing.session_gate import GateCounters
@@ -20,6 +23,17 @@ class CheckpointStats(NamedTuple):
     saved: int = 0
     restored: int = 0
     evicted: int = 0
+
+
+class DiskStats(NamedTuple):
+    """Cached blocks on a worker's disk; all 0 without one."""
+
+    total: int = 0
+    cached: int = 0
+    written: int = 0
+    read: int = 0
+    refused: Mapping[str, int] = MappingProxyType({})
+    """Files that the worker has refused, by reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +53,7 @@ class WorkerStats:
     host_blocks_total: int
     host_blocks_held: int
     host_blocks_cached: int
+    disk: DiskStats
     swapped_out_blocks: int
     swapped_in_blocks: int
     plans_in_flight: int
@@ -156,8 +171,9 @@ def worker_stats(worker: Worker) -> WorkerStats:
         rows_total=worker.rows.max_rows,
         draining=worker.draining,
         host_blocks_total=worker.swap.pool.num_blocks,
-        host_blocks_held=worker.swap.pool.num_held,
+        host_blocks_held=worker.swap.num_held,
         host_blocks_cached=worker.swap.pool.num_cached,
+        disk=_disk_stats(worker.swap.disk),
         swapped_out_blocks=worker.swap.swapped_out_blocks,
         swapped_in_blocks=worker.swap.swapped_in_blocks,
         plans_in_flight=len(worker.in_flight),
@@ -165,6 +181,18 @@ def worker_stats(worker: Worker) -> WorkerStats:
         step_costs=worker.costs.parts(),
         counters=worker.counters,
         checkpoints=_checkpoint_stats(worker.checkpoints),
+    )
+
+
+def _disk_stats(disk: DiskSpace | None) -> DiskStats:
+    if disk is None:
+        return DiskStats()
+    return DiskStats(
+        total=disk.pool.num_blocks,
+        cached=disk.pool.num_cached,
+        written=disk.written_blocks,
+        read=disk.read_blocks,
+        refused=dict(disk.refused),
     )
 
 

@@ -4,5 +4,6 @@
 * `recency` – the cached blocks by last use, for eviction.
 * `prefix_cache` – a tree that maps prefixes to blocks; `partial_blocks` – blocks of which copying a part is useful.
 * `prefix_directory` – which workers have the first block of a prompt.
-* `swapping` – blocks in host memory: the KV of preempted requests, and cached blocks; `host_keys` – their content.
+* `swapping` – blocks in host memory: the KV of preempted requests, and cached blocks; `disk_space` – cached blocks on
+  disk; `host_pool` and `host_keys` – the blocks of both, and their content.
 """

@@ -24,9 +24,9 @@ from typing import Protocol
 import numpy as np
 
 from scheduler_svc.core.interface.arrays import BoolArray, IndexArray, all_of, any_of
+from scheduler_svc.core.memory.host_keys import BlockEntry
 from scheduler_svc.core.memory.prefix_cache import PrefixCache
 from scheduler_svc.core.memory.recency import RecencyQueue
-from shared.prefix_keys import BlockKey
 
 _RESERVE_PART = 32
 """At most one block in this many is evicted before its memory is needed."""
@@ -85,8 +85,8 @@ class BlockPool:
         """Number of blocks taken since the last call of `keep_reserve` or `num_taken`."""
         self.max_saved = 0
         """Maximum number of further blocks to note in `saved`; set before each plan."""
-        self.saved: list[tuple[int, BlockKey, bool]] = []
-        """Cached blocks that were taken for the plan that is being made: (block, key, whether it begins a sequence).
+        self.saved: list[tuple[int, BlockEntry]] = []
+        """Cached blocks that were taken for the plan that is being made, with their entries.
 
         The plan can still copy them before it writes them.
         """
@@ -161,6 +161,14 @@ class BlockPool:
         self.share(blocks)
         self._forget(blocks)
         self.release(blocks, last_step=last_step, answered_step=answered_step)
+
+    def is_free(self, block: int) -> bool:
+        """Return whether the block has no content and no table holds it."""
+        return self._claims.item(block) == _FREE
+
+    def is_idle(self, block: int) -> bool:
+        """Return whether the block is cached, and neither a table nor a step without a result uses it."""
+        return self._claims.item(block) == _CACHED
 
     def is_held(self, block: int) -> bool:
         """Return whether a table holds the block, or a step without a result uses it."""

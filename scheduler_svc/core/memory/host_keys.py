@@ -1,4 +1,4 @@
-"""Host keys: which host block contains the KV of which full block of a sequence.
+"""Host keys: which host block, or which slot on disk, contains the KV of which full block of a sequence.
 
 The key of a block identifies all tokens up to its end, so a block can be found although the blocks before it are not in
 host memory. Usually these are on the device: the end of a sequence moves to the host first. One lookup per block finds
@@ -6,12 +6,23 @@ the continuation of a prefix that the device has.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from scheduler_svc.core.interface.arrays import NO_INDICES, IndexArray
 from scheduler_svc.core.memory.prefix_directory import PrefixDirectory
 from shared.prefix_keys import KEY_BYTES, BlockKey
+
+
+class BlockEntry(NamedTuple):
+    """Facts about a cached block that move with its KV to other tiers."""
+
+    key: BlockKey
+    root: BlockKey
+    """Key before the first block of its sequence, which depends on the model and the cache scope."""
+    is_first: bool
+    """Whether the block begins a sequence."""
 
 
 class HostKeys:
@@ -23,6 +34,9 @@ class HostKeys:
         self._epoch = epoch
         self._blocks: dict[BlockKey, int] = {}
         self._keys: dict[int, BlockKey] = {}
+        self._roots: dict[int, BlockKey] = {}
+        self.other: HostKeys | None = None
+        """Table of the other tier below the device; None if there is only one."""
         self._firsts: set[int] = set()
         """Blocks that begin a sequence."""
         self.holds = np.zeros(num_blocks, np.bool_)
@@ -32,7 +46,7 @@ class HostKeys:
         self.returned = np.zeros(num_blocks, np.bool_)
         """Host blocks that were copied back at least once."""
         self.num_in_vain = 0
-        """Number of blocks that were removed before they were copied back."""
+        """Number of blocks that were removed from all tiers below the device before they were copied back."""
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -51,17 +65,22 @@ class HostKeys:
         gap = int(blocks.argmin())
         return blocks[:gap] if blocks.item(gap) < 0 else blocks
 
-    def add(self, entries: Sequence[tuple[BlockKey, bool]], blocks: IndexArray) -> None:
+    def entry(self, block: int) -> BlockEntry:
+        """Return the entry of a block in the table."""
+        return BlockEntry(self._keys[block], self._roots[block], block in self._firsts)
+
+    def add(self, entries: Sequence[BlockEntry], blocks: IndexArray) -> None:
         """Add blocks with keys that are not in the table.
 
         Args:
-            entries: by block, its key and whether it begins a sequence.
+            entries: their entries.
             blocks: host blocks that are not in the table.
         """
-        for (key, is_first), block in zip(entries, blocks.tolist(), strict=True):
+        for (key, root, is_first), block in zip(entries, blocks.tolist(), strict=True):
             assert key not in self._blocks
             self._blocks[key] = block
             self._keys[block] = key
+            self._roots[block] = root
             if is_first:
                 self._firsts.add(block)
                 if self._directory is not None:
@@ -72,11 +91,12 @@ class HostKeys:
     def forget(self, blocks: IndexArray) -> IndexArray:
         """Remove blocks; return those that were in the table."""
         gone = blocks[self.holds[blocks]]
-        self.num_in_vain += len(gone) - int(np.count_nonzero(self.returned[gone]))
+        returned = self.returned[gone].tolist()
         self.holds[gone] = self.twins[gone] = False
-        for block in gone.tolist():
+        for block, has_returned in zip(gone.tolist(), returned, strict=True):
             key = self._keys.pop(block)
-            del self._blocks[key]
+            del self._blocks[key], self._roots[block]
+            self.num_in_vain += not has_returned and (self.other is None or key not in self.other._blocks)
             if block in self._firsts:
                 self._firsts.remove(block)
                 if self._directory is not None:
@@ -93,6 +113,7 @@ class HostKeys:
     def validate(self) -> None:
         """Check that the table is consistent."""
         assert {block: key for key, block in self._blocks.items()} == self._keys, "a host block has two keys"
+        assert self._roots.keys() == self._keys.keys()
         assert sorted(self._keys) == np.flatnonzero(self.holds).tolist()
         assert self._firsts <= self._keys.keys()
         assert self.holds[self.twins].all()

@@ -19,6 +19,7 @@ from collections import Counter
 import numpy as np
 
 from scheduler_svc.core.interface.arrays import NO_INDICES, IndexArray, any_of
+from scheduler_svc.core.memory.host_keys import BlockEntry
 from scheduler_svc.core.memory.partial_blocks import PartialBlocks, PartialMatch, num_common
 from scheduler_svc.core.memory.prefix_directory import PrefixDirectory
 from scheduler_svc.core.memory.state_checkpoints import StateCheckpoints
@@ -35,9 +36,11 @@ _ROOT = 0
 class _Node:
     """A run of joined keys and their blocks, with their tokens if parts of blocks are shared."""
 
-    __slots__ = ("blocks", "children", "keys", "number", "parent", "tokens")
+    __slots__ = ("blocks", "children", "keys", "number", "parent", "root", "tokens")
 
-    def __init__(self, number: int, parent: int, keys: bytes, blocks: IndexArray, tokens: bytes) -> None:
+    def __init__(
+        self, number: int, parent: int, keys: bytes, blocks: IndexArray, tokens: bytes, root: BlockKey
+    ) -> None:
         self.number = number
         self.parent = parent
         """Number of the parent. A reference would create a cycle that keeps a lost worker's tree alive until the next
@@ -46,6 +49,8 @@ class _Node:
         self.keys = keys
         self.blocks = blocks
         self.tokens = tokens
+        self.root = root
+        """Key before the first block of the sequence."""
         self.children: dict[BlockKey, _Node] = {}
         """By the first key of each child."""
 
@@ -86,7 +91,7 @@ class PrefixCache:
         self.partial = partial
         self._width = 0 if partial is None else TOKEN_BYTES * partial.block_size
         """Bytes of tokens stored per block."""
-        self._root = _Node(_ROOT, _ROOT, b"", NO_INDICES, b"")
+        self._root = _Node(_ROOT, _ROOT, b"", NO_INDICES, b"", b"")
         self._nodes: list[_Node | None] = [self._root]
         self._unused: list[int] = []
         """Node numbers that are not in use."""
@@ -121,8 +126,8 @@ class PrefixCache:
         """Return the number of blocks in the longest cached prefix of the joined `keys`."""
         return self._walk(keys)[2] if keys[:KEY_BYTES] in self._root.children else 0
 
-    def entries(self, blocks: IndexArray) -> list[tuple[int, BlockKey, bool]]:
-        """Return (block, key, whether it begins a sequence) for the blocks that can move to another tier.
+    def entries(self, blocks: IndexArray) -> list[tuple[int, BlockEntry]]:
+        """Return the entries for the blocks that can move to another tier, with the blocks.
 
         Tails and doubted blocks cannot.
         """
@@ -136,16 +141,17 @@ class PrefixCache:
             node = self._nodes[number]
             assert node is not None
             key = node.keys[KEY_BYTES * offset : KEY_BYTES * (offset + 1)]
-            found.append((block, key, not offset and node.parent == _ROOT))
+            found.append((block, BlockEntry(key, node.root, not offset and node.parent == _ROOT)))
         return found
 
-    def publish(self, keys: bytes, blocks: IndexArray, tokens: bytes = b"") -> None:
+    def publish(self, keys: bytes, blocks: IndexArray, tokens: bytes = b"", root: BlockKey = b"") -> None:
         """Make a chain of blocks shareable, except where other blocks already have the keys.
 
         Args:
             keys: the joined keys of the chain, from the first block of the sequence on.
             blocks: the blocks, one per key.
             tokens: their tokens, int32, if parts of blocks are shared.
+            root: the key before the first block, which a tier on disk stores; empty if there is none.
         """
         node, offset, depth, _ = self._walk(keys)
         if depth == len(blocks):
@@ -160,7 +166,7 @@ class PrefixCache:
             node.tokens += tokens
         else:
             first = 0
-            node = self._add(node, keys, blocks, tokens)
+            node = self._add(node, keys, blocks, tokens, root)
         self._number(node, blocks, first)
         self.holds[blocks] = True
 
@@ -327,9 +333,9 @@ class PrefixCache:
                 break
         return node, offset, position // KEY_BYTES, found
 
-    def _add(self, parent: _Node, keys: bytes, blocks: IndexArray, tokens: bytes) -> _Node:
+    def _add(self, parent: _Node, keys: bytes, blocks: IndexArray, tokens: bytes, root: BlockKey) -> _Node:
         number = self._unused.pop() if self._unused else len(self._nodes)
-        node = _Node(number, parent.number, keys, blocks, tokens)
+        node = _Node(number, parent.number, keys, blocks, tokens, root)
         if number == len(self._nodes):
             self._nodes.append(node)
         else:
@@ -348,7 +354,7 @@ class PrefixCache:
         """Move the blocks of `node` from `offset` on into a new child, which inherits its children."""
         children, node.children = node.children, {}
         tokens = node.tokens[self._width * offset :]
-        below = self._add(node, node.keys[KEY_BYTES * offset :], node.blocks[offset:].copy(), tokens)
+        below = self._add(node, node.keys[KEY_BYTES * offset :], node.blocks[offset:].copy(), tokens, node.root)
         below.children = children
         for child in children.values():
             child.parent = below.number

@@ -7,7 +7,8 @@
   (a *twin*): as long as it exists, the device block can be evicted without another copy.
 
 Cached blocks use only the memory that preempted requests do not need, and the least recently used ones are evicted.
-Like device blocks, host blocks are reused only after the results of all steps that use them have arrived.
+If the worker has a disk, they are also written to disk (`disk_space`). Like device blocks, host blocks are reused only
+after the results of all steps that use them have arrived.
 """
 
 from collections.abc import Sequence
@@ -15,12 +16,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scheduler_svc.core.interface.arrays import NO_INDICES, IndexArray, any_of, where
+from scheduler_svc.core.interface.arrays import NO_INDICES, IndexArray, where
 from scheduler_svc.core.interface.plan import BlockCopy
 from scheduler_svc.core.memory.block_pool import BlockPool
-from scheduler_svc.core.memory.host_keys import HostKeys
+from scheduler_svc.core.memory.disk_space import DiskSpace
+from scheduler_svc.core.memory.host_keys import BlockEntry, HostKeys
+from scheduler_svc.core.memory.host_pool import HostPool
 from scheduler_svc.core.memory.prefix_directory import PrefixDirectory
-from shared.prefix_keys import BlockKey
 
 SHARE = 0.25
 """Copies of cached blocks to the host take at most this share of the time of steps, on average."""
@@ -49,30 +51,6 @@ class SwappedKV:
     """Number of leading tokens that it holds."""
 
 
-class HostPool(BlockPool):
-    """The host blocks of one worker. Twins are evicted before other cached blocks."""
-
-    def __init__(self, num_blocks: int, keys: HostKeys) -> None:
-        super().__init__(num_blocks)
-        self._content = self.keys = keys
-
-    def _cache(self, blocks: IndexArray) -> None:
-        twins = self.keys.twins[blocks]
-        super()._cache(blocks[~twins])
-        if any_of(twins):
-            super()._cache(blocks[twins])
-            self._cached.remove(blocks[twins])
-            self._cached.prepend(blocks[twins])
-
-    def lost_twins(self, blocks: IndexArray) -> None:
-        """Record that the device no longer has the content of cached blocks; they were just used."""
-        self.keys.twins[blocks] = False
-        idle = blocks[self._claims[blocks] < 0]
-        if len(idle):
-            self._cached.remove(idle)
-            self._cached.append(idle)
-
-
 class SwapSpace:
     """The host blocks of one worker."""
 
@@ -80,6 +58,7 @@ class SwapSpace:
         self,
         num_host_blocks: int,
         *,
+        num_disk_blocks: int = 0,
         caches: bool = False,
         directory: PrefixDirectory | None = None,
         epoch: int = 0,
@@ -88,6 +67,7 @@ class SwapSpace:
 
         Args:
             num_host_blocks: blocks of the worker's host memory.
+            num_disk_blocks: blocks on its disk, which is used only for cached blocks.
             caches: whether cached blocks move here.
             directory: gets the keys of cached blocks that begin a sequence, under `epoch`.
             epoch: the worker's epoch.
@@ -97,6 +77,10 @@ class SwapSpace:
         """Whether cached blocks move here at present, because copying is faster than computing."""
         self.keys = HostKeys(num_host_blocks, directory, epoch)
         self.pool = HostPool(num_host_blocks, self.keys)
+        self.disk: DiskSpace | None = None
+        """The worker's disk; None without one."""
+        if self.caches and num_disk_blocks:
+            self.disk = DiskSpace(num_disk_blocks, self.pool, directory, epoch)
         self.swapped_out_blocks = 0
         self.swapped_in_blocks = 0
         self.return_chance = 1.0
@@ -132,19 +116,21 @@ class SwapSpace:
         return self.keys.match(keys, start) if self.keys else NO_INDICES
 
     def store(
-        self, blocks: IndexArray, entries: Sequence[tuple[BlockKey, bool]], *, last_step: int, answered_step: int
+        self, blocks: IndexArray, entries: Sequence[BlockEntry], *, last_step: int, answered_step: int
     ) -> BlockCopy:
         """Move cached device blocks here; the caller has checked `has_room`.
 
         Args:
             blocks: the device blocks.
-            entries: by block, its key, which is not here, and whether the block begins a sequence.
+            entries: their entries, whose keys are not here.
             last_step: the step that copies the blocks.
             answered_step: the last step that was answered.
         """
-        num_in_vain = self.keys.num_in_vain
+        num_in_vain = self._num_in_vain
         copy = self.out(blocks)
-        self.return_chance *= (1.0 - self._gain) ** (self.keys.num_in_vain - num_in_vain)
+        self._learn(num_in_vain)
+        if self.disk is not None:
+            self.disk.arrived(entries)
         self.keys.add(entries, copy.targets)
         self.pool.release(copy.targets, last_step=last_step, answered_step=answered_step)
         return copy
@@ -156,6 +142,37 @@ class SwapSpace:
         self.keys.twins[host_blocks] = self.keys.returned[host_blocks] = True
         self.pool.read(host_blocks, last_step=last_step, answered_step=answered_step)
         return self.back(host_blocks, blocks)
+
+    def write_to_disk(self, now: float) -> None:
+        """Start to write cached blocks to disk."""
+        if self.disk is not None:
+            num_in_vain = self._num_in_vain
+            self.disk.write(now)
+            self._learn(num_in_vain)
+
+    def read_from_disk(self, slots: IndexArray, host_blocks: IndexArray, until: float) -> int:
+        """Start to read slots to host memory; return their number.
+
+        Args:
+            slots: slots in order of position.
+            host_blocks: blocks before them, which count as just used.
+            until: time until which requests wait for them, s.
+        """
+        if self.disk is None:
+            return 0
+        num_in_vain = self._num_in_vain
+        self.pool.touch(host_blocks)
+        num_read = self.disk.read(slots, until)
+        self._learn(num_in_vain)
+        return num_read
+
+    @property
+    def _num_in_vain(self) -> int:
+        return self.keys.num_in_vain + (0 if self.disk is None else self.disk.keys.num_in_vain)
+
+    def _learn(self, num_in_vain: int) -> None:
+        """Lower the chance of return by the blocks evicted since `_num_in_vain` had this value."""
+        self.return_chance *= (1.0 - self._gain) ** (self._num_in_vain - num_in_vain)
 
     def wants_room(self, device: BlockPool, num_needed: int) -> bool:
         """Return whether cached blocks of the device should move here in a plan that takes `num_needed` blocks.
@@ -189,6 +206,26 @@ class SwapSpace:
         """Remove all cached blocks, because some of their KV may be wrong."""
         if self.keys:
             self.pool.distrust(where(self.keys.holds))
+        if self.disk is not None:
+            self.disk.clear()
+
+    def leave_directory(self) -> None:
+        """Remove the keys from the directory, because the worker is lost."""
+        self.keys.leave_directory()
+        if self.disk is not None:
+            self.disk.keys.leave_directory()
+
+    def validate(self, tables: list[IndexArray]) -> None:
+        """Check the blocks against the host blocks of preempted requests and of disk jobs."""
+        if self.disk is not None:
+            tables = tables + self.disk.held_tables()
+            self.disk.validate()
+        self.pool.validate(table.tolist() for table in tables)
+
+    @property
+    def num_held(self) -> int:
+        """Number of host blocks of preempted requests and of copies in plans in flight."""
+        return self.pool.num_held - (0 if self.disk is None else self.disk.num_host_blocks)
 
     def _copy(self, sources: IndexArray, targets: IndexArray) -> BlockCopy:
         copy = BlockCopy(copy_id=self._next_id, sources=sources.copy(), targets=targets.copy())

@@ -417,8 +417,11 @@ class Admission:
         """
         worker = self._worker
         match = worker.match(request)
+        if len(match.on_disk) and not worker.draining:
+            worker.load(request, match, self._now)
         if not worker.draining and waits_for_prefix(worker, request, match):
-            request.waits_for(WaitReason.PREFIX, self._now)
+            is_read = not worker.pool.cache.is_pending(match.next_key)
+            request.waits_for(WaitReason.DISK if is_read else WaitReason.PREFIX, self._now)
             self._backlog.hold_for_prefix(request, worker, match.next_key)
             self._num_looked_past += 1
             return None

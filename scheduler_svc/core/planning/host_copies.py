@@ -15,11 +15,12 @@ import numpy as np
 
 from scheduler_svc.core.interface.arrays import NO_INDICES, IndexArray
 from scheduler_svc.core.interface.plan import BlockCopy
+from scheduler_svc.core.memory.host_keys import BlockEntry
 from scheduler_svc.core.planning.prompt_chunks import StepChunks
 from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.workers.chunks import chunk_cost
 from scheduler_svc.core.workers.worker import Match, Worker
-from shared.prefix_keys import KEY_BYTES, BlockKey
+from shared.prefix_keys import KEY_BYTES
 
 _UNKNOWN = 8
 """Maximum number of blocks that a plan copies in one direction before a copy was measured."""
@@ -73,7 +74,8 @@ class HostCopies:
         pool.share(match.blocks)
         blocks = np.concatenate((match.blocks, pool.take(len(host))))
         text = b"" if pool.cache.partial is None else request.tokens[: len(blocks) * size].tobytes()
-        pool.cache.publish(worker.shareable_keys(request)[: KEY_BYTES * len(blocks)], blocks, text)
+        keys = worker.shareable_keys(request)[: KEY_BYTES * len(blocks)]
+        pool.cache.publish(keys, blocks, text, worker.root_key(request))
         step, answered = worker.last_step + 1, worker.answered_step
         pool.release(blocks, last_step=step, answered_step=answered)
         self.ins.append(worker.swap.load(host, blocks[first:], last_step=step, answered_step=answered))
@@ -100,16 +102,16 @@ class HostCopies:
             num_moved += self._move_ahead(most - num_moved)
         space.step_planned(expected_s, num_moved, self._worker.costs.block_copy_s)
 
-    def _save_taken(self, saved: list[tuple[int, BlockKey, bool]], most: int) -> int:
+    def _save_taken(self, saved: list[tuple[int, BlockEntry]], most: int) -> int:
         """Copy blocks that were taken although they were in the cache; return the number of copies."""
         space, pool = self._worker.swap, self._worker.pool
-        known = [found for _, key, _ in saved if (found := space.keys.get(key)) is not None]
+        known = [found for _, entry in saved if (found := space.keys.get(entry.key)) is not None]
         if known:
             space.pool.lost_twins(np.array(known, np.intp))
-        missing = [entry for entry in saved if space.keys.get(entry[1]) is None and pool.is_held(entry[0])][:most]
+        missing = [each for each in saved if space.keys.get(each[1].key) is None and pool.is_held(each[0])][:most]
         if missing:
-            blocks = np.array([block for block, _, _ in missing], np.intp)
-            self._store(blocks, [entry[1:] for entry in missing])
+            blocks = np.array([block for block, _ in missing], np.intp)
+            self._store(blocks, [entry for _, entry in missing])
         return len(missing)
 
     def _move_ahead(self, most: int) -> int:
@@ -121,22 +123,22 @@ class HostCopies:
         while short > 0 and pool.num_cached:
             blocks = pool.oldest_cached(min(short, left or short))
             entries = pool.cache.entries(blocks)
-            known = [found for _, key, _ in entries if (found := space.keys.get(key)) is not None]
-            missing = [entry for entry in entries if space.keys.get(entry[1]) is None]
+            known = [found for _, entry in entries if (found := space.keys.get(entry.key)) is not None]
+            missing = [each for each in entries if space.keys.get(each[1].key) is None]
             if len(missing) > left:
                 break
             if known:
                 space.pool.lost_twins(np.array(known, np.intp))
             if missing:
-                moved = np.array([block for block, _, _ in missing], np.intp)
-                self._store(moved, [entry[1:] for entry in missing])
+                moved = np.array([block for block, _ in missing], np.intp)
+                self._store(moved, [entry for _, entry in missing])
                 pool.evict_after(moved, last_step=worker.last_step + 1, answered_step=worker.answered_step)
             pool.evict(blocks)
             short -= len(blocks)
             left -= len(missing)
         return most - left
 
-    def _store(self, blocks: IndexArray, entries: list[tuple[BlockKey, bool]]) -> None:
+    def _store(self, blocks: IndexArray, entries: list[BlockEntry]) -> None:
         worker = self._worker
         step, answered = worker.last_step + 1, worker.answered_step
         self.outs.append(worker.swap.store(blocks, entries, last_step=step, answered_step=answered))

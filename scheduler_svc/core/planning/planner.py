@@ -493,9 +493,11 @@ class Planner:
             self._policy.served(request.account, prompt_tokens=uncached)
         self._worker.counters.prompt_tokens += len(request.tokens)
         num_restored = num_computed - num_cached_tokens + min(request.restored_tokens, num_cached_tokens)
-        request.restored_tokens = 0
+        num_loaded = min(request.loaded_tokens, num_restored)
+        request.restored_tokens = request.loaded_tokens = request.num_loads = 0
         self._worker.counters.cached_tokens += num_computed - num_restored
-        self._worker.counters.restored_tokens += num_restored
+        self._worker.counters.restored_tokens += num_restored - num_loaded
+        self._worker.counters.loaded_tokens += num_loaded
         return RowAdmission(
             row=row,
             generation=self._rows.generation.item(row),
@@ -503,6 +505,7 @@ class Planner:
             token_ids=as_column(request.tokens),
             num_computed_tokens=num_computed,
             num_restored_tokens=num_restored,
+            num_loaded_tokens=num_loaded,
             blocks=blocks,
             frontend=request.key.frontend,
             stream=request.key.stream,

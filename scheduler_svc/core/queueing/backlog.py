@@ -9,7 +9,7 @@ A request that cannot start even with enough room is *held* until an event:
 * it begins a session whose working set does not fit: until the gate opens (see `session_gate`);
 * its tenant is at its limit: until the tenant may run more;
 * its grammar is being compiled: until a worker reports it;
-* another request computes its prefix: until that request has advanced.
+* another request computes its prefix, or its prefix is read from disk: until the next part of the prefix is there.
 
 Plans do not consider held requests, and a held request blocks no other request. Under `fair`, it does not count as
 waiting. Otherwise a tenant whose only request waits for its grammar would keep its low service, and returning tenants
@@ -401,7 +401,7 @@ class Backlog:
                 self._compiled.setdefault(worker, {})[key] = None
         waited = self._prefixes.get(worker)
         for key in list(waited) if waited else ():
-            if not worker.pool.cache.is_pending(key):
+            if not worker.is_awaited(key):
                 self._prefix_advanced(worker, key, now)
 
     def recall(self, worker: Worker, now: float) -> None:
@@ -735,7 +735,7 @@ class _GrammarTurns:
 
 def waits_for_prefix(worker: Worker, request: Request, match: Match) -> bool:
     """Return whether a request waits for the block after its cached prefix, and count these waits."""
-    if match.swapped is not None or not worker.pool.cache.is_pending(match.next_key):
+    if match.swapped is not None or not worker.is_awaited(match.next_key):
         return False
     request.prefix_waits += 1
     return request.prefix_waits <= MAX_PREFIX_WAITS

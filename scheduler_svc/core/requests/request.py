@@ -175,6 +175,10 @@ class Request:
     """Its KV in a worker's host memory, while it waits after a swap-out."""
     restored_tokens: int = 0
     """Tokens of cached blocks that were copied from host memory for it since it began to wait."""
+    loaded_tokens: int = 0
+    """Tokens of blocks that were read from disk to host memory for it since it began to wait."""
+    num_loads: int = 0
+    """Number of times that it has waited for blocks on disk."""
     unsettled: bool = False
     """Whether steps in flight still refer to a row that it has left."""
     credit_remainder: int = 0

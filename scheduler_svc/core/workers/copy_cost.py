@@ -1,4 +1,4 @@
-"""Copy cost: the time that a worker takes to copy a block between device and host.
+"""Copy cost: the time that a worker takes to copy a block between device and host, or to read it from disk.
 
 The worker measures its copies separately. While copying is slower than recomputing tokens, no copies are made or
 measured. Because the last measured copy may have been slow by chance, the worker still makes a copy from time to time,
@@ -79,7 +79,11 @@ class CopyCost:
         """
         return self._pays(1 + return_chance, return_chance * recompute_s) or self._moves.due()
 
-    def return_pays(self, num_blocks: int, recompute_s: float) -> bool:
+    def read_pays(self, num_blocks: float, recompute_s: float) -> bool:
+        """Return whether reading blocks is faster than recomputing their tokens, or is tried nevertheless."""
+        return self._pays(num_blocks, recompute_s) or self._swaps.due()
+
+    def return_pays(self, num_blocks: float, recompute_s: float) -> bool:
         """Return whether copying blocks back in is faster than recomputing their tokens in `recompute_s`."""
         return self._pays(num_blocks, recompute_s)
 

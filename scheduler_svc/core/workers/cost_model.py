@@ -102,6 +102,8 @@ class CostModel:
         """Start without measurements; all times are 0 until the first step."""
         self._line = StepLine()
         self._copies = CopyCost()
+        self._reads = CopyCost()
+        """Cost of reading blocks from disk to host memory."""
         self.steps_with_drafts: dict[int, DraftCost] = {}
         """Cost of drafts by bit length of the number of rows.
 
@@ -154,6 +156,7 @@ class CostModel:
             "prompt_token": self.prompt_token_s,
             "context_token": self.context_token_s,
             "block_copy": self.block_copy_s,
+            "block_read": self._reads.block_s,
         }
 
     @property
@@ -259,6 +262,25 @@ class CostModel:
         """Return whether to copy cached blocks back from the host instead of computing `num_tokens` budget tokens."""
         return not self.has_chunks or self._copies.return_pays(num_blocks, num_tokens * self.prompt_token_s)
 
+    def keeps_on_disk(self, block_size: int) -> bool:
+        """Return whether to write blocks of so many tokens to disk, so that they can be read instead of computed."""
+        return not self.has_chunks or self._reads.read_pays(1, block_size * self.prompt_token_s)
+
+    def reads(self, num_blocks: int, num_tokens: int) -> bool:
+        """Return whether to read blocks from disk, and copy them to the device, instead of computing their tokens.
+
+        Args:
+            num_blocks: the blocks, and those that are read before them.
+            num_tokens: budget tokens to compute the blocks.
+        """
+        recompute_s = num_tokens * self.prompt_token_s - num_blocks * self._copies.block_s
+        return not self.has_chunks or self._reads.read_pays(num_blocks, recompute_s)
+
+    def may_read(self, num_blocks: int, num_tokens: int) -> bool:
+        """Like `reads`, but without a try from time to time, for a comparison that starts nothing."""
+        recompute_s = num_tokens * self.prompt_token_s - num_blocks * self._copies.block_s
+        return not self.has_chunks or self._reads.return_pays(num_blocks, recompute_s)
+
     @property
     def block_copy_tokens(self) -> float:
         """Budget tokens of a chunk that take as long as a copied block; 0 if not measured."""
@@ -316,6 +338,10 @@ class CostModel:
     def copies_measured(self, num_blocks: int, seconds: float) -> None:
         """Record that the worker copied blocks between device and host."""
         self._copies.measured(num_blocks, seconds)
+
+    def reads_measured(self, num_blocks: int, seconds: float) -> None:
+        """Record that the worker read blocks from disk."""
+        self._reads.measured(num_blocks, seconds)
 
     # ---------------------------------------------------------------- the filter
 

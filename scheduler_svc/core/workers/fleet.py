@@ -63,6 +63,8 @@ class Fleet:
         self._workers: dict[ev.Peer, Worker] = {}
         self.open: dict[int, Worker] = {}
         """The workers that accept requests, by epoch, in joining order; read-only."""
+        self.with_disk: dict[int, Worker] = {}
+        """The workers with a disk for cached blocks, by epoch, in joining order; read-only."""
         self._drained: dict[str, None] = {}
         """Names of lost workers that were drained. When such a process reconnects, it is still drained."""
         self.directory = PrefixDirectory()
@@ -192,6 +194,7 @@ class Fleet:
             shares_prefixes=shares_prefixes,
             swap=SwapSpace(
                 0 if is_recurrent else hello.num_host_blocks,
+                num_disk_blocks=hello.num_disk_blocks,
                 caches=shares_prefixes,
                 directory=self.directory,
                 epoch=self._next_epoch,
@@ -202,6 +205,8 @@ class Fleet:
             facts=self._facts,
             checkpoints=checkpoints,
         )
+        if worker.swap.disk is not None:
+            self.with_disk[worker.epoch] = worker
         worker.adopt(hello.retained)
         was_drained = hello.worker_id in self._drained
         self._drained.pop(hello.worker_id, None)
@@ -241,13 +246,14 @@ class Fleet:
     def leave(self, worker: Worker, now: float) -> list[Request]:
         """End a worker's epoch; return its unfinished requests, with every delivered token."""
         del self._workers[worker.peer]
+        self.with_disk.pop(worker.epoch, None)
         self._changed()
         if worker.draining:
             self._drained[worker.worker_id] = None
             if len(self._drained) > _MAX_DRAINED:
                 del self._drained[next(iter(self._drained))]
         worker.pool.cache.leave_directory()
-        worker.swap.keys.leave_directory()
+        worker.swap.leave_directory()
         if not self.open and self.empty_since is None:
             self.empty_since = now
         running = [worker.vacate(row) for row in worker.rows.occupied()]

@@ -25,7 +25,7 @@ from scheduler_svc.core.memory.token_facts import TokenFacts
 from scheduler_svc.core.requests.request import Request, RequestState
 from scheduler_svc.core.workers.batching import BatchGate
 from scheduler_svc.core.workers.capacity import Capacity
-from scheduler_svc.core.workers.chunks import Pace
+from scheduler_svc.core.workers.chunks import Pace, chunk_cost
 from scheduler_svc.core.workers.cost_model import NO_STEP, CostModel, StepShape
 from scheduler_svc.core.workers.grammars import Grammars
 from scheduler_svc.core.workers.kinds import Kind
@@ -33,8 +33,16 @@ from scheduler_svc.core.workers.plan_timing import PlanTiming
 from scheduler_svc.core.workers.quarantine import PROBATION, clear_suspect
 from scheduler_svc.core.workers.rows import DECODE, PREFILL, RowTable
 from scheduler_svc.core.workers.speculation import Speculation
+from shared import prefix_keys
 from shared.frames import TOKEN_BYTES
-from shared.prefix_keys import KEY_BYTES, BlockKey, root_key
+from shared.prefix_keys import KEY_BYTES, BlockKey
+
+_MAX_LOADS = 8
+"""Number of times that a request waits for blocks on disk. Memory pressure may evict them before the request starts."""
+_LEAST_WAIT_S = 0.02
+"""A request waits at least this long for the disk, s."""
+_UNKNOWN_WAIT_S = 0.1
+"""The same before the time to compute tokens is measured."""
 
 
 @dataclass(slots=True)
@@ -114,6 +122,8 @@ class Match(NamedTuple):
     """The whole KV in the worker's host memory. If it is present, the other fields are ignored."""
     host: IndexArray = NO_INDICES
     """Host blocks with the KV after `blocks`."""
+    on_disk: IndexArray = NO_INDICES
+    """Slots on disk with the KV after `host`."""
     next_key: BlockKey = b""
     """Key of the first missing full block; empty if no further block can be cached.
 
@@ -136,7 +146,9 @@ class WorkerCounters:
     cached_tokens: int = 0
     """Number of `prompt_tokens` whose KV was in the prefix cache."""
     restored_tokens: int = 0
-    """Number of `prompt_tokens` whose KV was copied back from the host: of preempted requests, and cached blocks."""
+    """Number of `prompt_tokens` whose KV was in host memory: of preempted requests, and cached blocks."""
+    loaded_tokens: int = 0
+    """Number of `prompt_tokens` whose KV was read from disk."""
     generated_tokens: int = 0
     discarded_tokens: int = 0
     drafting_rows: int = 0
@@ -301,7 +313,10 @@ class Worker:
             # Count the blocks without building a list, because every arrival looks up its prompt.
             keys = self.shareable_keys(request)
             num_blocks = self.pool.cache.count(keys)
-            return (num_blocks + len(self.swap.match(keys, num_blocks))) * self.rows.block_size
+            num_blocks += len(self.swap.match(keys, num_blocks))
+            if self.swap.disk is not None:
+                num_blocks += self._num_readable(self.swap.disk.match(keys, num_blocks), num_blocks)
+            return num_blocks * self.rows.block_size
         return self.num_cached(self.match(request))
 
     def num_cached(self, match: Match) -> int:
@@ -309,7 +324,44 @@ class Worker:
         if match.swapped is not None:
             return match.swapped.num_tokens
         num_partial = match.partial.num_tokens if match.partial is not None else 0
-        return (len(match.blocks) + len(match.host)) * self.rows.block_size + num_partial
+        num_blocks = len(match.blocks) + len(match.host)
+        if len(match.on_disk):
+            num_blocks += self._num_readable(match.on_disk, num_blocks)
+        return num_blocks * self.rows.block_size + num_partial
+
+    def _num_readable(self, on_disk: IndexArray, num_before: int) -> int:
+        """Return how many blocks on disk save computation if they follow so many cached blocks."""
+        num_blocks, size = len(on_disk), self.rows.block_size
+        if not num_blocks:
+            return 0
+        cost = chunk_cost(num_blocks * size, num_before * size, self.model.break_even_context)
+        return num_blocks if self.costs.may_read(num_blocks, cost) else 0
+
+    def is_awaited(self, key: BlockKey) -> bool:
+        """Return whether a request should wait for this block: a row computes it next, or it is read from disk."""
+        return self.pool.cache.is_pending(key) or (self.swap.disk is not None and self.swap.disk.is_awaited(key))
+
+    def load(self, request: Request, match: Match, now: float) -> None:
+        """Start to read the blocks on disk that continue a match, if this is faster than computing them."""
+        disk, size = self.swap.disk, self.rows.block_size
+        if disk is None or not disk.is_ready or not len(match.on_disk) or request.num_loads >= _MAX_LOADS:
+            return
+        num_before, num_blocks = len(match.blocks) + len(match.host), len(match.on_disk)
+        cost = chunk_cost(num_blocks * size, num_before * size, self.model.break_even_context)
+        if not self.costs.reads(num_blocks + disk.num_reading, cost):
+            return
+        recompute_s = cost * self.costs.prompt_token_s if self.costs.has_chunks else _UNKNOWN_WAIT_S
+        until = now + max(recompute_s, _LEAST_WAIT_S)
+        num_read = self.swap.read_from_disk(match.on_disk, match.host, until)
+        if num_read:
+            request.num_loads += 1
+            request.loaded_tokens += num_read * size
+
+    def write_to_disk(self, now: float) -> None:
+        """Start to write cached blocks to disk if this pays."""
+        disk = self.swap.disk
+        if disk is not None and disk.wants_to_write(now) and self.costs.keeps_on_disk(self.rows.block_size):
+            self.swap.write_to_disk(now)
 
     def match(self, request: Request) -> Match:
         """Return the parts of the request's KV that this worker has."""
@@ -334,12 +386,16 @@ class Worker:
         host = NO_INDICES if host_space is None else host_space.match(keys, len(blocks))
         num_found = len(blocks) + len(host)
         next_key = keys[KEY_BYTES * num_found : KEY_BYTES * (num_found + 1)]
+        if host_space is not None and host_space.disk is not None:
+            on_disk = host_space.disk.match(keys, num_found)
+            if len(on_disk):
+                return Match(blocks, host=host, on_disk=on_disk, next_key=next_key)
         if cache.partial is None or len(host) or request.computes_whole_prompt:
             return Match(blocks, host=host, next_key=next_key)
         start = len(blocks) * self.rows.block_size
         end = min(start + self.rows.block_size, len(request.tokens) - 1)
         text = request.tokens[start:end].tobytes()
-        partial = cache.match_partial(self._root_key(request), keys, len(blocks), text)
+        partial = cache.match_partial(self.root_key(request), keys, len(blocks), text)
         return Match(blocks, partial, next_key=next_key)
 
     def adopt(self, sequences: tuple[RetainedSequence, ...]) -> None:
@@ -367,7 +423,7 @@ class Worker:
         if len(np.unique(rest)) < len(rest) or any_of(cache.holds[rest]):
             return NO_INDICES
         chain = np.concatenate((found, rest))
-        cache.publish(keys, chain[:num_full], b"" if cache.partial is None else full_tokens)
+        cache.publish(keys, chain[:num_full], b"" if cache.partial is None else full_tokens, sequence.root)
         own = chain[len(found) : num_full]
         if not sequence.is_proven or cache.partial is None:
             return own
@@ -463,18 +519,19 @@ class Worker:
         if num_blocks > self.rows.published.item(row):
             cache = self.pool.cache
             text = b"" if cache.partial is None else request.tokens[: num_blocks * self.rows.block_size].tobytes()
-            cache.publish(self._keys(request)[: KEY_BYTES * num_blocks], blocks[:num_blocks], text)
+            keys = self._keys(request)[: KEY_BYTES * num_blocks]
+            cache.publish(keys, blocks[:num_blocks], text, self.root_key(request))
             self.rows.published[row] = num_blocks
 
     def _prove(self, request: Request, blocks: IndexArray, num_tokens: int) -> None:
         """Mark the blocks of a request's first tokens as proven: the logits computed from their KV were finite."""
         if self.pool.cache.partial is not None:
             text = request.tokens[:num_tokens].tobytes()
-            self.pool.cache.prove(self._root_key(request), self._keys(request), text, blocks)
+            self.pool.cache.prove(self.root_key(request), self._keys(request), text, blocks)
 
-    def _root_key(self, request: Request) -> BlockKey:
+    def root_key(self, request: Request) -> BlockKey:
         """Return the key before the request's first block."""
-        return root_key(self.model.fingerprint, request.spec.cache_scope)
+        return prefix_keys.root_key(self.model.fingerprint, request.spec.cache_scope)
 
     def _keys(self, request: Request) -> bytes:
         """Return the joined keys of all full blocks of the request's tokens."""
@@ -482,7 +539,7 @@ class Worker:
         keys = request.keys.get(block_size, b"")
         num_keys = len(keys) // KEY_BYTES
         if len(request.tokens) // block_size > num_keys:
-            root = keys[-KEY_BYTES:] or self._root_key(request)
+            root = keys[-KEY_BYTES:] or self.root_key(request)
             keys += self.facts.following_keys(root, request.tokens[num_keys * block_size :].tobytes(), block_size)
             request.keys[block_size] = keys
         return keys

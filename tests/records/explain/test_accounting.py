@@ -202,6 +202,7 @@ _PLANTED = {
     CauseKind.GRAMMAR: _waiting(WaitReason.GRAMMAR),
     CauseKind.PREFIX: _waiting(WaitReason.PREFIX),
     CauseKind.PREFIX_COPY: _waiting(WaitReason.COPY),
+    CauseKind.PREFIX_READ: _waiting(WaitReason.DISK),
     CauseKind.BATCH: _waiting(WaitReason.BATCH),
     CauseKind.NO_WORKER: _waiting(WaitReason.NO_WORKER),
     CauseKind.ALONE: _waiting(WaitReason.ALONE),

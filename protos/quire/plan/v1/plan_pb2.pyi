@@ -104,6 +104,34 @@ GRAMMAR_FAILURE_CAUSE_WORKER: GrammarFailureCause.ValueType  # 2
 """The worker: no tokenizer, for example. Another worker may use the grammar."""
 Global___GrammarFailureCause: _TypeAlias = GrammarFailureCause  # noqa: Y015
 
+class _DiskAction:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DiskActionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DiskAction.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DISK_ACTION_UNSPECIFIED: _DiskAction.ValueType  # 0
+    """Not set; invalid."""
+    DISK_ACTION_WRITE: _DiskAction.ValueType  # 1
+    """Copy host blocks to slots. Earlier content of the slots is lost."""
+    DISK_ACTION_READ: _DiskAction.ValueType  # 2
+    """Copy slots to host blocks, if each slot contains exactly the given block."""
+    DISK_ACTION_CLEAR: _DiskAction.ValueType  # 3
+    """Delete the content of all slots, because it may be wrong. Executed even if the epoch ends."""
+
+class DiskAction(_DiskAction, metaclass=_DiskActionEnumTypeWrapper):
+    """Action of a DiskJob."""
+
+DISK_ACTION_UNSPECIFIED: DiskAction.ValueType  # 0
+"""Not set; invalid."""
+DISK_ACTION_WRITE: DiskAction.ValueType  # 1
+"""Copy host blocks to slots. Earlier content of the slots is lost."""
+DISK_ACTION_READ: DiskAction.ValueType  # 2
+"""Copy slots to host blocks, if each slot contains exactly the given block."""
+DISK_ACTION_CLEAR: DiskAction.ValueType  # 3
+"""Delete the content of all slots, because it may be wrong. Executed even if the epoch ends."""
+Global___DiskAction: _TypeAlias = DiskAction  # noqa: Y015
+
 class _Pooling:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -172,6 +200,7 @@ class WorkerMessage(_message.Message):
     COMPILING_FIELD_NUMBER: _builtins.int
     GOODBYE_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
+    DISK_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch given in Welcome; 0 in Hello."""
     @_builtins.property
@@ -194,6 +223,10 @@ class WorkerMessage(_message.Message):
     def grammar(self) -> Global___GrammarReport:
         """A requested grammar is ready, or failed."""
 
+    @_builtins.property
+    def disk(self) -> Global___DiskReport:
+        """A disk job is done, or the worker lists its blocks on disk."""
+
     def __init__(
         self,
         *,
@@ -203,12 +236,13 @@ class WorkerMessage(_message.Message):
         compiling: Global___Compiling | None = ...,
         goodbye: Global___Goodbye | None = ...,
         grammar: Global___GrammarReport | None = ...,
+        disk: Global___DiskReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "compiling", b"compiling", "goodbye", b"goodbye", "grammar", b"grammar", "hello", b"hello", "result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "compiling", b"compiling", "disk", b"disk", "goodbye", b"goodbye", "grammar", b"grammar", "hello", b"hello", "result", b"result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "compiling", b"compiling", "epoch", b"epoch", "goodbye", b"goodbye", "grammar", b"grammar", "hello", b"hello", "result", b"result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "compiling", b"compiling", "disk", b"disk", "epoch", b"epoch", "goodbye", b"goodbye", "grammar", b"grammar", "hello", b"hello", "result", b"result"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "result", "compiling", "goodbye", "grammar"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "result", "compiling", "goodbye", "grammar", "disk"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -227,6 +261,7 @@ class SchedulerMessage(_message.Message):
     PING_FIELD_NUMBER: _builtins.int
     UNKNOWN_FIELD_NUMBER: _builtins.int
     PREPARE_GRAMMAR_FIELD_NUMBER: _builtins.int
+    DISK_JOB_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch this message belongs to; 0 in Unknown and Refused."""
     @_builtins.property
@@ -253,6 +288,10 @@ class SchedulerMessage(_message.Message):
     def prepare_grammar(self) -> Global___PrepareGrammar:
         """Compile a grammar, without delaying steps."""
 
+    @_builtins.property
+    def disk_job(self) -> Global___DiskJob:
+        """Copy blocks between host memory and disk, without delaying steps."""
+
     def __init__(
         self,
         *,
@@ -263,12 +302,13 @@ class SchedulerMessage(_message.Message):
         ping: Global___Ping | None = ...,
         unknown: Global___Unknown | None = ...,
         prepare_grammar: Global___PrepareGrammar | None = ...,
+        disk_job: Global___DiskJob | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "ping", b"ping", "plan", b"plan", "prepare_grammar", b"prepare_grammar", "refused", b"refused", "unknown", b"unknown", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "disk_job", b"disk_job", "ping", b"ping", "plan", b"plan", "prepare_grammar", b"prepare_grammar", "refused", b"refused", "unknown", b"unknown", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "epoch", b"epoch", "ping", b"ping", "plan", b"plan", "prepare_grammar", b"prepare_grammar", "refused", b"refused", "unknown", b"unknown", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "disk_job", b"disk_job", "epoch", b"epoch", "ping", b"ping", "plan", b"plan", "prepare_grammar", b"prepare_grammar", "refused", b"refused", "unknown", b"unknown", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "refused", "plan", "ping", "unknown", "prepare_grammar"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "refused", "plan", "ping", "unknown", "prepare_grammar", "disk_job"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -298,6 +338,7 @@ class Hello(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     RETAINED_FIELD_NUMBER: _builtins.int
     NUM_CHECKPOINTS_FIELD_NUMBER: _builtins.int
+    NUM_DISK_BLOCKS_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Oldest version of this protocol that the worker supports. The scheduler picks the newest common version; without
     one it refuses the worker, with the reason.
@@ -338,6 +379,8 @@ class Hello(_message.Message):
     """Checkpoints of recurrent states that the worker can hold, ids [0, num_checkpoints). 0: none, so that all rows are
     computed from their first token.
     """
+    num_disk_blocks: _builtins.int
+    """KV blocks that fit on the worker's disk, in slots [0, num_disk_blocks). Only with host blocks. 0: none."""
     @_builtins.property
     def model(self) -> Global___ModelInfo:
         """The loaded model."""
@@ -367,10 +410,11 @@ class Hello(_message.Message):
         reason: Global___HelloReason.ValueType = ...,
         retained: _abc.Iterable[Global___RetainedSequence] | None = ...,
         num_checkpoints: _builtins.int = ...,
+        num_disk_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "device", b"device", "incarnation", b"incarnation", "max_draft_tokens", b"max_draft_tokens", "max_rows", b"max_rows", "max_tokens_per_step", b"max_tokens_per_step", "model", b"model", "newest_protocol_version", b"newest_protocol_version", "num_blocks", b"num_blocks", "num_checkpoints", b"num_checkpoints", "num_host_blocks", b"num_host_blocks", "num_kv_groups", b"num_kv_groups", "pid", b"pid", "process", b"process", "protocol_version", b"protocol_version", "reason", b"reason", "retained", b"retained", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "device", b"device", "incarnation", b"incarnation", "max_draft_tokens", b"max_draft_tokens", "max_rows", b"max_rows", "max_tokens_per_step", b"max_tokens_per_step", "model", b"model", "newest_protocol_version", b"newest_protocol_version", "num_blocks", b"num_blocks", "num_checkpoints", b"num_checkpoints", "num_disk_blocks", b"num_disk_blocks", "num_host_blocks", b"num_host_blocks", "num_kv_groups", b"num_kv_groups", "pid", b"pid", "process", b"process", "protocol_version", b"protocol_version", "reason", b"reason", "retained", b"retained", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -680,6 +724,153 @@ class GrammarReport(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GrammarReport: _TypeAlias = GrammarReport  # noqa: Y015
+
+@_typing.final
+class DiskBlocks(_message.Message):
+    """Blocks on disk; columns of equal length."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOTS_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    ROOTS_FIELD_NUMBER: _builtins.int
+    IS_FIRST_FIELD_NUMBER: _builtins.int
+    slots: _builtins.bytes
+    """Column of slots, distinct."""
+    keys: _builtins.bytes
+    """Keys of the blocks, 32 bytes each. A key identifies all tokens up to the block's end, the model and the cache scope."""
+    roots: _builtins.bytes
+    """Keys before the first blocks of their sequences, 32 bytes each, as Admission.prefix_root."""
+    is_first: _builtins.bytes
+    """One byte each: 1 if the block begins a sequence, else 0."""
+    def __init__(
+        self,
+        *,
+        slots: _builtins.bytes = ...,
+        keys: _builtins.bytes = ...,
+        roots: _builtins.bytes = ...,
+        is_first: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_first", b"is_first", "keys", b"keys", "roots", b"roots", "slots", b"slots"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DiskBlocks: _TypeAlias = DiskBlocks  # noqa: Y015
+
+@_typing.final
+class DiskJob(_message.Message):
+    """Job of the worker's disk; the answer is a DiskReport with the same ID. Until then, no plan writes the host blocks of
+    the job, and no other job uses its slots. The host blocks of a read are not read before, either. The worker executes
+    reads first, and other jobs in order. A job of an earlier epoch changes no host block.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COPY_ID_FIELD_NUMBER: _builtins.int
+    ACTION_FIELD_NUMBER: _builtins.int
+    HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    copy_id: _builtins.int
+    """Number of the job within the epoch, from 1."""
+    action: Global___DiskAction.ValueType
+    """What to do."""
+    host_blocks: _builtins.bytes
+    """Column of host blocks, one for each of `blocks`; empty for CLEAR."""
+    @_builtins.property
+    def blocks(self) -> Global___DiskBlocks:
+        """The blocks; empty for CLEAR."""
+
+    def __init__(
+        self,
+        *,
+        copy_id: _builtins.int = ...,
+        action: Global___DiskAction.ValueType = ...,
+        host_blocks: _builtins.bytes = ...,
+        blocks: Global___DiskBlocks | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "blocks", b"blocks", "copy_id", b"copy_id", "host_blocks", b"host_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DiskJob: _TypeAlias = DiskJob  # noqa: Y015
+
+@_typing.final
+class DiskReport(_message.Message):
+    """Result of a disk job, or a part of the list of blocks that are on disk. A worker with disk blocks sends the list after
+    Welcome. Until the list is complete, the scheduler sends no jobs.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COPY_ID_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    DURATION_NS_FIELD_NUMBER: _builtins.int
+    FOUND_FIELD_NUMBER: _builtins.int
+    IS_COMPLETE_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    copy_id: _builtins.int
+    """The job. 0: a part of the list."""
+    failed: _builtins.bytes
+    """Column of the positions of blocks that were not copied. Their slots are empty."""
+    duration_ns: _builtins.int
+    """Duration of the job, nanoseconds."""
+    is_complete: _builtins.bool
+    """The list is complete."""
+    @_builtins.property
+    def found(self) -> Global___DiskBlocks:
+        """Blocks on disk from earlier epochs, at most 4096."""
+
+    @_builtins.property
+    def refused(self) -> _containers.RepeatedCompositeFieldContainer[Global___RefusedFiles]:
+        """Files that were refused since the last report."""
+
+    def __init__(
+        self,
+        *,
+        copy_id: _builtins.int = ...,
+        failed: _builtins.bytes = ...,
+        duration_ns: _builtins.int = ...,
+        found: Global___DiskBlocks | None = ...,
+        is_complete: _builtins.bool = ...,
+        refused: _abc.Iterable[Global___RefusedFiles] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["found", b"found"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_id", b"copy_id", "duration_ns", b"duration_ns", "failed", b"failed", "found", b"found", "is_complete", b"is_complete", "refused", b"refused"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DiskReport: _TypeAlias = DiskReport  # noqa: Y015
+
+@_typing.final
+class RefusedFiles(_message.Message):
+    """Refused files."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """Reason in one word."""
+    count: _builtins.int
+    """Number of files."""
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RefusedFiles: _TypeAlias = RefusedFiles  # noqa: Y015
 
 @_typing.final
 class Grammar(_message.Message):

@@ -269,6 +269,7 @@ class Entry(_message.Message):
     REPORT_FIELD_NUMBER: _builtins.int
     WELCOMED_FIELD_NUMBER: _builtins.int
     QUEUE_NOTE_FIELD_NUMBER: _builtins.int
+    DISK_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
     PARTIAL_FIELD_NUMBER: _builtins.int
     STOPPED_FIELD_NUMBER: _builtins.int
@@ -368,6 +369,10 @@ class Entry(_message.Message):
         """What holds back the requests that compete for a worker: an effect of the entry before."""
 
     @_builtins.property
+    def disk(self) -> Global___DiskReported:
+        """See step_done."""
+
+    @_builtins.property
     def partial(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Partial matches that the core found, two values each: the block and the length; -1, 0: none."""
 
@@ -409,18 +414,19 @@ class Entry(_message.Message):
         report: Global___FrontendReport | None = ...,
         welcomed: Global___WorkerWelcomed | None = ...,
         queue_note: Global___QueueNote | None = ...,
+        disk: Global___DiskReported | None = ...,
         keys: _builtins.bytes = ...,
         partial: _abc.Iterable[_builtins.int] | None = ...,
         stopped: _abc.Iterable[_builtins.int] | None = ...,
         held: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_time", b"_time", "arrived", b"arrived", "cancelled", b"cancelled", "compiling", b"compiling", "credit", b"credit", "drain", b"drain", "dropped", b"dropped", "ended", b"ended", "frontend_joined", b"frontend_joined", "frontend_lost", b"frontend_lost", "grammar", b"grammar", "hello", b"hello", "lost", b"lost", "no_plan", b"no_plan", "note", b"note", "plan", b"plan", "queue_note", b"queue_note", "report", b"report", "restored", b"restored", "resume", b"resume", "resume_asked", b"resume_asked", "shutdown", b"shutdown", "step_done", b"step_done", "stop_matched", b"stop_matched", "time", b"time", "time_passed", b"time_passed", "welcomed", b"welcomed", "what", b"what"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_time", b"_time", "arrived", b"arrived", "cancelled", b"cancelled", "compiling", b"compiling", "credit", b"credit", "disk", b"disk", "drain", b"drain", "dropped", b"dropped", "ended", b"ended", "frontend_joined", b"frontend_joined", "frontend_lost", b"frontend_lost", "grammar", b"grammar", "hello", b"hello", "lost", b"lost", "no_plan", b"no_plan", "note", b"note", "plan", b"plan", "queue_note", b"queue_note", "report", b"report", "restored", b"restored", "resume", b"resume", "resume_asked", b"resume_asked", "shutdown", b"shutdown", "step_done", b"step_done", "stop_matched", b"stop_matched", "time", b"time", "time_passed", b"time_passed", "welcomed", b"welcomed", "what", b"what"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_time", b"_time", "arrived", b"arrived", "cancelled", b"cancelled", "compiling", b"compiling", "credit", b"credit", "delta_ns", b"delta_ns", "drain", b"drain", "dropped", b"dropped", "ended", b"ended", "frontend_joined", b"frontend_joined", "frontend_lost", b"frontend_lost", "grammar", b"grammar", "held", b"held", "hello", b"hello", "keys", b"keys", "lost", b"lost", "no_plan", b"no_plan", "note", b"note", "partial", b"partial", "plan", b"plan", "queue_note", b"queue_note", "report", b"report", "restored", b"restored", "resume", b"resume", "resume_asked", b"resume_asked", "shutdown", b"shutdown", "step_done", b"step_done", "stop_matched", b"stop_matched", "stopped", b"stopped", "time", b"time", "time_passed", b"time_passed", "welcomed", b"welcomed", "what", b"what"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_time", b"_time", "arrived", b"arrived", "cancelled", b"cancelled", "compiling", b"compiling", "credit", b"credit", "delta_ns", b"delta_ns", "disk", b"disk", "drain", b"drain", "dropped", b"dropped", "ended", b"ended", "frontend_joined", b"frontend_joined", "frontend_lost", b"frontend_lost", "grammar", b"grammar", "held", b"held", "hello", b"hello", "keys", b"keys", "lost", b"lost", "no_plan", b"no_plan", "note", b"note", "partial", b"partial", "plan", b"plan", "queue_note", b"queue_note", "report", b"report", "restored", b"restored", "resume", b"resume", "resume_asked", b"resume_asked", "shutdown", b"shutdown", "step_done", b"step_done", "stop_matched", b"stop_matched", "stopped", b"stopped", "time", b"time", "time_passed", b"time_passed", "welcomed", b"welcomed", "what", b"what"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__time: _TypeAlias = _typing.Literal["time"]  # noqa: Y015
     _WhichOneofArgType__time: _TypeAlias = _typing.Literal["_time", b"_time"]  # noqa: Y015
-    _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["time_passed", "no_plan", "plan", "step_done", "credit", "arrived", "cancelled", "stop_matched", "frontend_joined", "frontend_lost", "hello", "lost", "compiling", "grammar", "drain", "resume", "resume_asked", "dropped", "restored", "shutdown", "ended", "note", "report", "welcomed", "queue_note"]  # noqa: Y015
+    _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["time_passed", "no_plan", "plan", "step_done", "credit", "arrived", "cancelled", "stop_matched", "frontend_joined", "frontend_lost", "hello", "lost", "compiling", "grammar", "drain", "resume", "resume_asked", "dropped", "restored", "shutdown", "ended", "note", "report", "welcomed", "queue_note", "disk"]  # noqa: Y015
     _WhichOneofArgType_what: _TypeAlias = _typing.Literal["what", b"what"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__time) -> _WhichOneofReturnType__time | None: ...
@@ -1314,6 +1320,90 @@ class GrammarReported(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GrammarReported: _TypeAlias = GrammarReported  # noqa: Y015
+
+@_typing.final
+class DiskReported(_message.Message):
+    """A worker reported a disk job, or a part of its list of blocks on disk."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class RefusedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    COPY_ID_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    IS_FIRST_FIELD_NUMBER: _builtins.int
+    IS_COMPLETE_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    worker: _builtins.int
+    """Peer index."""
+    epoch: _builtins.int
+    """The epoch."""
+    copy_id: _builtins.int
+    """The job; 0 for none."""
+    seconds: _builtins.float
+    """Duration of the job, seconds."""
+    keys: _builtins.bytes
+    """Tags of their keys, 6 bytes each."""
+    is_first: _builtins.bytes
+    """One byte each: whether the block begins a sequence."""
+    is_complete: _builtins.bool
+    """The list is complete."""
+    @_builtins.property
+    def failed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Positions of the blocks that were not copied."""
+
+    @_builtins.property
+    def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Slots of blocks found on disk."""
+
+    @_builtins.property
+    def refused(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Refused files by reason."""
+
+    def __init__(
+        self,
+        *,
+        worker: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        copy_id: _builtins.int = ...,
+        failed: _abc.Iterable[_builtins.int] | None = ...,
+        seconds: _builtins.float = ...,
+        slots: _abc.Iterable[_builtins.int] | None = ...,
+        keys: _builtins.bytes = ...,
+        is_first: _builtins.bytes = ...,
+        is_complete: _builtins.bool = ...,
+        refused: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_id", b"copy_id", "epoch", b"epoch", "failed", b"failed", "is_complete", b"is_complete", "is_first", b"is_first", "keys", b"keys", "refused", b"refused", "seconds", b"seconds", "slots", b"slots", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DiskReported: _TypeAlias = DiskReported  # noqa: Y015
 
 @_typing.final
 class DrainRequested(_message.Message):
