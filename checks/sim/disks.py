@@ -8,7 +8,7 @@ is read only for exactly the block that it contains.
 import dataclasses
 import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
@@ -20,13 +20,22 @@ from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.disk import DiskAction, DiskBlock, DiskJob
 from shared.prefix_keys import KEY_BYTES, following_keys, root_key
 
-if TYPE_CHECKING:
-    from checks.sim.sites import Epoch
-
 MAX_WAIT_S = 0.5
 """Longest time for which requests wait for a read, with a margin, s."""
 _HANG_S = 5.0
 """A job that hangs takes this much longer."""
+
+
+class Session(Protocol):
+    """The parts of an epoch that concern the worker's disk."""
+
+    number: int
+    peer: ev.Peer
+    model: ModelWorker
+    dead_from: float
+    is_lost: bool
+    jobs: dict[int, tuple[float, DiskJob]]
+    """Jobs whose report the core does not have, by ID, with the time of the order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +85,7 @@ class Disk:
         self._layout = layout
         self._files = {slot: file for slot, file in self._files.items() if slot < model.num_disk_blocks}
 
-    def begin(self, epoch: "Epoch") -> None:
+    def begin(self, epoch: Session) -> None:
         """List the files for a core that does not know them, in parts."""
         self._roots.clear()
         if not epoch.model.num_disk_blocks:
@@ -85,7 +94,7 @@ class Disk:
         self._world.agenda.after(delay, self._list, epoch)
         self._reads_until = self._others_until = self._world.now + delay
 
-    def _list(self, epoch: "Epoch") -> None:
+    def _list(self, epoch: Session) -> None:
         blocks = [file.block for file in self._files.values()]
         self._rng.shuffle(blocks)
         cut = self._rng.randint(0, len(blocks))
@@ -117,7 +126,7 @@ class Disk:
             if key not in self._facts:
                 self._facts[key] = _Fact(root, number == 0, tuple(row.tokens[:end]), row.values[end - 1])
 
-    def is_reading_for(self, epoch: "Epoch", tokens: list[int]) -> bool:
+    def is_reading_for(self, epoch: Session, tokens: list[int]) -> bool:
         """Return whether a request with these tokens may wait for a read."""
         for ordered, job in epoch.jobs.values():
             if job.action is not DiskAction.READ or self._world.now - ordered > MAX_WAIT_S:
@@ -129,7 +138,7 @@ class Disk:
 
     # ---------------------------------------------------------------- jobs
 
-    def ordered(self, epoch: "Epoch", job: DiskJob) -> None:
+    def ordered(self, epoch: Session, job: DiskJob) -> None:
         """Check a job of the core, and execute it later."""
         self._check(epoch, job)
         model, now = epoch.model, self._world.now
@@ -145,7 +154,7 @@ class Disk:
             self._others_until = end
         self._world.agenda.after(end - now, self._execute, epoch, job, end - max(now, busy_until))
 
-    def _check(self, epoch: "Epoch", job: DiskJob) -> None:
+    def _check(self, epoch: Session, job: DiskJob) -> None:
         model = epoch.model
         under_way = [each for _, each in epoch.jobs.values()]
         slots = [block.slot for block in job.blocks]
@@ -167,7 +176,7 @@ class Disk:
             if fact is None or (fact.root, fact.is_first) != (block.root, block.is_first):
                 raise ViolationError("disk.key", f"{block} is not a block of any sequence in its scope")
 
-    def _execute(self, epoch: "Epoch", job: DiskJob, seconds: float) -> None:
+    def _execute(self, epoch: Session, job: DiskJob, seconds: float) -> None:
         world = self._world
         is_over = world.now > epoch.dead_from or epoch.is_lost
         # A process that has died may or may not have deleted its files.
@@ -190,7 +199,7 @@ class Disk:
         if self._rng.random() < 0.1:
             self._report(epoch, report)
 
-    def _write(self, epoch: "Epoch", block: DiskBlock, host_block: int) -> bool:
+    def _write(self, epoch: Session, block: DiskBlock, host_block: int) -> bool:
         values, spoil = epoch.model.host_content(host_block)
         fact = self._facts[block.key]
         if spoil is None and values[-1] != fact.value:
@@ -204,7 +213,7 @@ class Disk:
         self._world.coverage.limit(Limit.DISK_WRITTEN)
         return True
 
-    def _read(self, epoch: "Epoch", block: DiskBlock, host_block: int) -> bool:
+    def _read(self, epoch: Session, block: DiskBlock, host_block: int) -> bool:
         file = self._files.get(block.slot)
         if file is None or file.block != block:
             raise ViolationError("disk.block", f"{block} is read, but its slot contains {file and file.block}")
@@ -228,15 +237,15 @@ class Disk:
             seconds += _HANG_S
         return seconds
 
-    def _report(self, epoch: "Epoch", report: ev.DiskReported) -> None:
+    def _report(self, epoch: Session, report: ev.DiskReported) -> None:
         self._world.agenda.after(self._world.latency(), self._arrive, epoch, report)
 
-    def _arrive(self, epoch: "Epoch", report: ev.DiskReported) -> None:
+    def _arrive(self, epoch: Session, report: ev.DiskReported) -> None:
         if self._world.now <= epoch.dead_from:
             self._world.feed(report)
 
 
-def ended(epoch: "Epoch", report: ev.DiskReported) -> None:
+def ended(epoch: Session, report: ev.DiskReported) -> None:
     """Release what a job has used, when the core gets its report."""
     found = epoch.jobs.pop(report.copy_id, None)
     if found is not None:

@@ -185,9 +185,10 @@ def _check_recurrent(config: WorkerConfig) -> None:
         "disk_cache": bool(config.disk_cache),
     }
     for setting in (name for name, is_used in used.items() if is_used):
+        default = WorkerConfig.__dataclass_fields__[setting].default or "no folder"
         raise ConfigError(
             f"{setting}: {getattr(config, setting)} is not supported for models with recurrent state, which is not"
-            f" rolled back or copied to the host; use {WorkerConfig.__dataclass_fields__[setting].default}"
+            f" rolled back or copied to the host; use {default}"
         )
 
 
