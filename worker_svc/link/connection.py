@@ -170,10 +170,11 @@ class Link:
 
     def send_disk_report(self, report: DiskReport) -> bool:
         """Send a report of the disk; return whether it was sent. It can be sent again later."""
-        if not self._session.epoch:
+        if self._connection is None:
             return False
-        message = encode_disk_report(report)
-        return self._send(plan_pb2.WorkerMessage(epoch=self._session.epoch, disk=message))
+        epoch = self._connection.session.epoch
+        message = plan_pb2.WorkerMessage(epoch=epoch, disk=encode_disk_report(report))
+        return _send(self._connection, message.SerializeToString())
 
     def send_compiling(self, expected_ms: int) -> None:
         """Ask the scheduler for `expected_ms` more time for the running step; does nothing before Welcome."""
