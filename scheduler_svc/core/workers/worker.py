@@ -33,9 +33,8 @@ from scheduler_svc.core.workers.plan_timing import PlanTiming
 from scheduler_svc.core.workers.quarantine import PROBATION, clear_suspect
 from scheduler_svc.core.workers.rows import DECODE, PREFILL, RowTable
 from scheduler_svc.core.workers.speculation import Speculation
-from shared import prefix_keys
 from shared.frames import TOKEN_BYTES
-from shared.prefix_keys import KEY_BYTES, BlockKey
+from shared.prefix_keys import KEY_BYTES, BlockKey, root_key
 
 _MAX_LOADS = 8
 """Number of times that a request waits for blocks on disk. Memory pressure may evict them before the request starts."""
@@ -531,7 +530,7 @@ class Worker:
 
     def root_key(self, request: Request) -> BlockKey:
         """Return the key before the request's first block."""
-        return prefix_keys.root_key(self.model.fingerprint, request.spec.cache_scope)
+        return root_key(self.model.fingerprint, request.spec.cache_scope)
 
     def _keys(self, request: Request) -> bytes:
         """Return the joined keys of all full blocks of the request's tokens."""
