@@ -447,11 +447,12 @@ class SchedulerService:
                 self._tracing.worker_lost(peer, now)  # After a new Hello the worker sends no results for earlier plans.
                 self._metrics.workers_joined += 1
                 self._workers.add(peer, event.worker_id, now, process=event.process)
-                if self._settled_at > now and 0 < self._num_expected <= len(self._workers):
-                    self._settled_at = now
             case ev.WorkerLost():
                 self._forget_worker(peer, event.reason, now, orderly=event.orderly)
         self._apply(event, now)
+        # Only now, because the core may have refused this worker, or replaced an earlier one of its name.
+        if self._settled_at > now and 0 < self._num_expected <= len(self._workers):
+            self._settled_at = now
 
     def _plan_for(self, peers: list[ev.Peer], now: float) -> bool:
         """Make and send the plans that are due; return whether some are left for the next turn."""

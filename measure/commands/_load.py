@@ -151,6 +151,8 @@ def workload_of(options: Namespace, seed: int) -> "Workload":
     from measure.load.traces import PUBLISHED, CodingAgents
     from measure.load.workloads import Drawn, Mixed, read_prompts
 
+    if options.scale != 1.0 and not options.workload:
+        raise CommandError("--scale: only named workloads are scaled; add --workload or --agents, or remove --scale")
     if options.dataset is not None:
         return read_prompts(options.dataset, options.output.high or round(options.output.mean))
     if options.workload:

@@ -237,7 +237,8 @@ def _agent(text: str | None, longest: int) -> "Agent | None":
         raise CommandError(f"--agents: {agent.turns} turns are too many; use at most {MAX_TURNS}")
     if longest and (tokens := agent.tokens(agent.turns - 1)) > longest:
         raise CommandError(
-            f"--agents: the last turn ends with {tokens} tokens, more than the model's {longest} positions; lower one"
+            f"--agents: the last turn ends with {tokens} tokens, more than the model's {longest} positions;"
+            " use fewer turns or tokens"
         )
     return agent
 

@@ -149,8 +149,9 @@ class Election:
             log.info("leader lease: another scheduler holds it", holder=self._last_holder)
 
     def _run(self) -> None:
-        has_ended = False
-        while not self._ended.wait(0.0 if has_ended else self.interval_s):
+        began, has_ended = time.monotonic(), False
+        # A watch that has lasted for the interval is followed by the next one at once.
+        while not self._ended.wait(0.0 if has_ended else max(0.0, began + self.interval_s - time.monotonic())):
             began, has_ended = time.monotonic(), False
             try:
                 if self.number:

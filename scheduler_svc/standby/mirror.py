@@ -128,6 +128,7 @@ class Mirror:
 
     def _promote(self) -> None:
         """Move the complete copy into the folder, oldest segment first, and delete what it replaces."""
+        self._found = None  # If this fails, the folder must be read, because it may have a part of the copy.
         replaced = self._folder.numbers()
         base = max(replaced, default=0)
         for index, path in enumerate(files(self._path / _INCOMING, SUFFIX), start=1):
@@ -135,7 +136,6 @@ class Mirror:
             self._numbers[int(path.name.removesuffix(SUFFIX))] = base + index
         self.apply()
         self._following.rename(self._numbers)
-        self._found = None
         if self._syncs:
             self._folder.sync()
         for number in replaced:

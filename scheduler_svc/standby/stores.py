@@ -6,6 +6,7 @@ Both interfaces are plain HTTP with JSON. The standard library speaks it, so the
 import base64
 import http.client
 import json
+import math
 import os
 import ssl
 import time
@@ -164,7 +165,7 @@ class EtcdLease:
             return 0
         stored = int(_text(last[0]["value"])) if last else 0
         number = next_number(stored, highest, _now_ms())
-        self._id = self._call("lease/grant", {"TTL": str(max(1, round(self._duration_s)))}, timeout_s)["ID"]
+        self._id = self._call("lease/grant", {"TTL": str(math.ceil(self._duration_s))}, timeout_s)["ID"]
         transaction = {
             "compare": [
                 {"key": self._leader, "target": "CREATE", "create_revision": "0"},
@@ -190,7 +191,10 @@ class EtcdLease:
         found = self._call("lease/keepalive", {"ID": self._id}, timeout_s)
         if int(found.get("result", {}).get("TTL", 0)) > 0:
             return True
-        held = self._call("kv/range", {"key": self._leader}, timeout_s).get("kvs", [])
+        try:
+            held = self._call("kv/range", {"key": self._leader}, timeout_s).get("kvs", [])
+        except LeaseError:
+            held = []  # The name is only for the log. The lease has ended in any case.
         self.holder = _text(held[0]["value"]) if held else ""
         return False
 
@@ -237,7 +241,7 @@ class KubernetesLease:
         now = _now()
         spec |= {
             "holderIdentity": self._holder,
-            "leaseDurationSeconds": max(1, round(self._duration_s)),
+            "leaseDurationSeconds": math.ceil(self._duration_s),
             "acquireTime": now,
             "renewTime": now,
             "leaseTransitions": spec.get("leaseTransitions", 0) + 1,

@@ -86,7 +86,7 @@ class Standby:
         self._election = election
         self._heard_leader_at = time.monotonic()
         try:
-            self._mirror = Mirror(Path(config.journal), syncs=config.journal_fsync == "step")
+            self._mirror = Mirror(Path(config.journal), syncs=config.journal_fsync != "none")
         except OSError as error:
             raise ConfigError(f"journal (--journal): {error}; use a folder that only this scheduler uses") from None
         self._router = bind(context, config.standby_address, protect_server) if config.standby_address else None

@@ -122,6 +122,15 @@ def test_a_renewed_lease_does_not_end(opened: Open) -> None:
         time.sleep(DURATION_S / 10)
 
 
+def test_a_lease_in_a_store_lasts_as_long_as_its_holder_leads(tmp_path: Path) -> None:
+    """Stores count whole seconds. A shorter lease would end while its holder still leads, for 0.9 of the duration."""
+    with lease_servers.kubernetes(tmp_path) as (environ, account, stored):
+        store = open_store("kubernetes://quire/quire", "holder", 1.4, environ=environ, account=account)
+        assert store.acquire(0, TIMEOUT_S)
+
+        assert stored.content["spec"]["leaseDurationSeconds"] == 2
+
+
 def test_an_election_has_one_winner_at_any_time(opened: Open) -> None:
     """Five schedulers stand; the winner ends or is cut off; no two hold the lease at the same time."""
     numbers: list[int] = []

@@ -334,12 +334,17 @@ def test_a_tenant_with_many_sessions_drops_its_own(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("is_last_to_end", [False, True])
-def test_the_last_turn_ends_the_session_of_its_name(is_last_to_end: bool) -> None:
-    """A last turn that runs concurrently with another turn of its session ends the whole session."""
+@pytest.mark.parametrize(
+    "ends_of_turns", [(False, True), (True, False), (False, False, True), (True, False, False)], ids=str
+)
+def test_the_last_turn_ends_the_session_of_its_name(is_last_to_end: bool, ends_of_turns: tuple[bool, ...]) -> None:
+    """A last turn that runs concurrently with other turns of its session ends the whole session."""
     agents = _Agents()
-    agents.turn(agents.new_tokens(40), 8 if is_last_to_end else 40, name=b"agent")
-    agents.turn(agents.new_tokens(40), 40 if is_last_to_end else 8, name=b"agent", ends=True)
+    for ends in ends_of_turns:
+        length = 24 if ends and is_last_to_end else 8 if ends else 16
+        agents.turn(agents.new_tokens(40), length, name=b"agent", ends=ends)
     agents.cluster.run()
+    agents.cluster.core._requests.sessions.validate()  # type: ignore[union-attr]
 
     assert (agents.stats.sessions.active, agents.stats.sessions.pausing) == (0, 0)
 

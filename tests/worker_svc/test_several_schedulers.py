@@ -112,3 +112,20 @@ def test_a_scheduler_that_was_replaced_gets_another_hello_and_no_session(
     assert isinstance(welcomed, Welcomed)
     assert welcomed.epoch == 10
     assert peers[0] != peers[1]
+
+
+def test_two_addresses_of_one_scheduler_are_one_worker(machines: tuple[Machine, Machine]) -> None:
+    """A scheduler with two addresses, such as that of its machine and a virtual one, gets one Hello."""
+    leader = machines[0]
+    leader.lead()
+    addresses = f"{leader.address},{leader.address.removesuffix('a')}./a"
+    link = Link(addresses, Identity(worker_id="w", limits=LIMITS, model="m"))
+    link.open()
+    hellos = []
+    while leader.router.poll(ABSENT_MS):
+        hellos.append(receive_from(leader.router))
+    assert len(hellos) == 1
+    leader.welcome(hellos[0][0], epoch=7, number=5)  # type: ignore[index]
+
+    assert isinstance(_next(link), Welcomed)
+    link.close("the test is over")

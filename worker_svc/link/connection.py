@@ -5,7 +5,8 @@ send queue ends the session. A closed connection ends it too, because the schedu
 a restarted scheduler does not know this worker. ZeroMQ reconnects silently, so the link watches the socket's monitor.
 
 If there are several schedulers, the link says Hello to all of them at the same time. The first Welcome begins the
-session, and the link closes the other connections.
+session, and the link closes the other connections. Hellos that are sent at the same time have one incarnation. If two
+addresses lead to one scheduler, its ROUTER ignores the second connection, so the worker does not replace itself.
 """
 
 import time
@@ -89,8 +90,9 @@ class Link:
         self._close(linger=0)
         time.sleep(max(0.0, max(self._said_hello.values()) + _HELLO_INTERVAL_S - time.monotonic()))
         self._hello = plan_pb2.WorkerMessage(hello=encode_hello(self._identity, 0, reason, retained))
+        incarnation = draw_incarnation()
         for address in self._schedulers.addresses:
-            self._connect(address)
+            self._connect(address, incarnation)
 
     def receive(self, timeout_ms: int) -> Iterator[Event]:
         """Yield the events that have arrived, after waiting up to `timeout_ms` for the first frame.
@@ -122,12 +124,13 @@ class Link:
         """Send due Hellos; return the maximum wait, in ms, until the next one is due."""
         if self._connection is not None:
             return timeout_ms
+        incarnation = draw_incarnation()
         for address in set(self._schedulers.addresses).difference(each.address for each in self._connections):
             wait_s = self._said_hello[address] + _HELLO_INTERVAL_S - time.monotonic()
             if wait_s > 0:
                 timeout_ms = min(timeout_ms, 1 + int(1000 * wait_s))
             else:
-                self._connect(address)
+                self._connect(address, incarnation)
         return timeout_ms
 
     def _read(self, connection: _Connection, *, closed: bool) -> Event | None:
@@ -189,10 +192,10 @@ class Link:
         self._close(linger=_GOODBYE_LINGER_MS)
         self._context.term()
 
-    def _connect(self, address: str) -> None:
+    def _connect(self, address: str, incarnation: int) -> None:
         """Connect to an address and send Hello."""
         now = self._said_hello[address] = time.monotonic()
-        self.incarnation = self._hello.hello.incarnation = draw_incarnation()
+        self.incarnation = self._hello.hello.incarnation = incarnation
         socket = connect_dealer(
             self._context,
             address,

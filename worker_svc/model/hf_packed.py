@@ -146,7 +146,8 @@ def pack_unquantised(decoder: PreTrainedModel, kernels: Native, compute: Callabl
         tied.__class__ = own_class
         tied.weight = kept[head][2].weight  # type: ignore[assignment]
     packed: dict[tuple[int, ...], PackedLinear] = {}
-    for layer, (parent, name, module) in list(kept.items()):
+    for layer in tuple(kept):  # Without the replaced modules, so that each of them is released at once.
+        parent, name, module = kept[layer]
         weight = layer.weight.values
         assert weight is not None
         if layer.weight.used:

@@ -119,8 +119,8 @@ class _Copies:
         return self._free_at[is_load]
 
     def next_due(self) -> float | None:
-        """Return when the next copy to the device ends."""
-        return min((end for end, _ in self._loads), default=None)
+        """Return when the next copy ends. A copy to the host blocks device memory, too."""
+        return min((end for end, _ in (*self._loads, *self._stores)), default=None)
 
     def take_ended(self, now: float) -> KVConnectorOutput | None:
         """Return and drop the copies that have ended."""
@@ -251,7 +251,7 @@ def _scheduler(costs: dict[str, Any], policy: str, settings: dict[str, Any], in_
         num_blocks=num_blocks, kv_cache_tensors=[memory], kv_cache_groups=[KVCacheGroupSpec(["layer"], layer)]
     )
     host_blocks = costs["host_tokens"] // block_size
-    offload = {"cpu_bytes_to_use": host_blocks, "lazy_offload": settings.pop("lazy_offload", False)}
+    offload = {"cpu_bytes_to_use": host_blocks, "lazy_offload": settings.get("lazy_offload", False)}
     scheduling = SchedulerConfig(
         **{
             "max_num_seqs": costs["max_num_seqs"],
@@ -260,7 +260,7 @@ def _scheduler(costs: dict[str, Any], policy: str, settings: dict[str, Any], in_
             "is_encoder_decoder": False,
             "policy": policy,
             "async_scheduling": in_flight > 1,
-            **settings,
+            **{name: value for name, value in settings.items() if name != "lazy_offload"},
         }
     )
     cache = CacheConfig(block_size=block_size, enable_prefix_caching=True)

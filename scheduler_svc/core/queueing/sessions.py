@@ -148,8 +148,8 @@ class _Session:
     """The parts of a slot that are not in the table."""
 
     __slots__ = (
-        "has_left", "is_over", "kinds", "length", "name", "prompt", "shared", "stem", "stem_length", "tail", "total",
-        "turn",
+        "branch_of", "has_left", "is_over", "kinds", "length", "name", "prompt", "shared", "stem", "stem_length",
+        "tail", "total", "turn",
     )  # fmt: skip
 
     def __init__(
@@ -171,6 +171,8 @@ class _Session:
         self.stem_length = 0
         """Tokens up to the end of the stem."""
         self.name = name
+        self.branch_of: SessionName | None = None
+        """The name of the session whose turn ran concurrently with the first one of this session."""
         self.has_left = False
         self.is_over = False
         """Whether a concurrent turn has ended the session; it is dropped when its own turn ends."""
@@ -206,6 +208,8 @@ class Sessions:
         """Slots by the stem of their sequence; the newest if several sequences have the same."""
         self._named: dict[SessionName, int] = {}
         """Slots by name."""
+        self._branches: dict[SessionName, list[int]] = {}
+        """Slots by the name of the session that they are branches of; names without branches have no entry."""
         self._lengths: Counter[int] = Counter()
         """Number of tails and stems by the number of tokens up to their end."""
         self._reviewed = 0.0
@@ -245,6 +249,9 @@ class Sessions:
         if self._table[slot, _STATE] != _PAUSING:
             # Two requests continue one sequence. The second is a branch with its own session.
             self._begin(request, kinds, now, session.turn + 1, None)
+            if name is not None and request.session >= 0:
+                self._session(request.session).branch_of = name
+                self._branches.setdefault(name, []).append(request.session)
             return Turn(session.turn + 1, 0.0, known)
         pause_s = now - float(self._table[slot, _SINCE])
         for kind in session.kinds:
@@ -291,8 +298,9 @@ class Sessions:
                 session.total = num_tokens
             if request.spec.ends_session:
                 self._finish(slot)
-                if (name := _name(request)) is not None and (named := self._named.get(name)) is not None:
-                    self._end_concurrent(named)
+                if (name := _name(request)) is not None:
+                    for other in [*self._branches.get(name, ()), *([self._named[name]] if name in self._named else ())]:
+                        self._end_concurrent(other)
                 return
         if session.is_over:
             self._finish(slot)
@@ -380,6 +388,9 @@ class Sessions:
         assert tails == self._tails
         names = {each.name: slot for slot, each in enumerate(self._sessions) if each is not None and each.name}
         assert names == self._named
+        branches = [(each.branch_of, slot) for slot, each in enumerate(self._sessions) if each and each.branch_of]
+        assert sorted(branches) == sorted((name, slot) for name, slots in self._branches.items() for slot in slots)
+        assert all(self._branches.values())
         stems = {each.stem: slot for slot, each in enumerate(self._sessions) if each is not None and each.stem}
         assert stems == self._stems
         ends = [each.length for each in self._sessions if each is not None and each.tail]
@@ -521,7 +532,7 @@ class Sessions:
         self._drop(slot)
 
     def _end_concurrent(self, slot: int) -> None:
-        """End the session of a name after another of its turns, which ran concurrently, was marked as the last one."""
+        """End a session after a turn that ran concurrently was marked as the last one of the name."""
         if self._table[slot, _STATE] == _PAUSING:
             self._finish(slot)
         else:
@@ -584,6 +595,11 @@ class Sessions:
         self._clear_stem(session)
         if session.name is not None:
             del self._named[session.name]
+        if session.branch_of is not None:
+            branches = self._branches[session.branch_of]
+            branches.remove(slot)
+            if not branches:
+                del self._branches[session.branch_of]
         if slot in self._pausing:
             self._resume(slot)
         self._sessions[slot] = None
