@@ -88,9 +88,9 @@ class Disk:
     def begin(self, epoch: Session) -> None:
         """List the files for a core that does not know them, in parts."""
         self._roots.clear()
-        if not epoch.model.num_disk_blocks:
+        if not (epoch.model.num_disk_blocks and epoch.model.num_host_blocks):
             return
-        delay = self._world.latency() + self._duration(1 + len(self._files))
+        delay = self._latency() + self._duration(1 + len(self._files))
         self._world.agenda.after(delay, self._list, epoch)
         self._reads_until = self._others_until = self._world.now + delay
 
@@ -147,7 +147,7 @@ class Disk:
             model.host_in_use.update(dict.fromkeys(job.host_blocks, job.action is DiskAction.READ))
         reads = job.action is DiskAction.READ
         busy_until = self._reads_until if reads else self._others_until
-        end = max(now + self._world.latency(), busy_until) + self._duration(max(1, len(job.blocks)))
+        end = max(now + self._latency(), busy_until) + self._duration(max(1, len(job.blocks)))
         if reads:
             self._reads_until = end
         else:
@@ -237,8 +237,12 @@ class Disk:
             seconds += _HANG_S
         return seconds
 
+    def _latency(self) -> float:
+        """Draw the latency to the scheduler, without a change to the random numbers of the rest of the world."""
+        return self._world.scenario.pace.latency * (0.5 + self._rng.random())
+
     def _report(self, epoch: Session, report: ev.DiskReported) -> None:
-        self._world.agenda.after(self._world.latency(), self._arrive, epoch, report)
+        self._world.agenda.after(self._latency(), self._arrive, epoch, report)
 
     def _arrive(self, epoch: Session, report: ev.DiskReported) -> None:
         if self._world.now <= epoch.dead_from:
