@@ -238,7 +238,7 @@ class Disk:
         return seconds
 
     def _latency(self) -> float:
-        """Draw the latency to the scheduler, without a change to the random numbers of the rest of the world."""
+        """Draw the latency to the scheduler, without a change to the random numbers of the rest of the simulation."""
         return self._world.scenario.pace.latency * (0.5 + self._rng.random())
 
     def _report(self, epoch: Session, report: ev.DiskReported) -> None:
