@@ -25,6 +25,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -173,17 +174,19 @@ class CacheModel(TransformersModel):
     def _batches(self, attention: AttentionInputs, caches: Sequence[KVCache]) -> Iterator["_Batch"]:
         """Yield a step's tokens in batches of similar rows, or row by row if rows must be computed alone.
 
-        A row's batches follow the order of its tokens.
+        A row's batches follow the order of its tokens. A row that shares blocks which another row writes in this step
+        follows that row.
         """
-        alike: dict[tuple[int, int, bool, int], list[_Span]] = defaultdict(list)
+        alike: dict[tuple[int, int, int, bool, int], list[_Span]] = defaultdict(list)
+        depths = _depths(attention, caches)
         for span in self._spans(attention):
             # With the class's own attention, there are at most as many padding tokens as context tokens.
             padded = caches and self._windows is None
             length = (span.end.bit_length() if padded else 0) if self._together else -span.place
             has_state = bool(self._state_shapes) and span.end > span.num_tokens
-            alike[span.turn, span.num_tokens, has_state, length].append(span)
+            alike[depths[span.place], span.turn, span.num_tokens, has_state, length].append(span)
         device = attention.query_start.device
-        for (_, num_tokens, has_state, _), spans in sorted(alike.items(), key=lambda each: each[0][0]):
+        for (_, _, num_tokens, has_state, _), spans in sorted(alike.items(), key=lambda each: each[0][:2]):
             if attention.rows is not None:
                 spans.sort(key=lambda span: int(attention.rows[span.place]))  # type: ignore[index]
             first = torch.tensor([span.first for span in spans], device=device)
@@ -317,6 +320,34 @@ class _Batch:
     """Whether the rows have a state: the model has one, and the tokens are not the first ones."""
     saves: list[StateSave]
     """States to save after the forward pass."""
+
+
+def _depths(attention: AttentionInputs, caches: Sequence[KVCache]) -> list[int]:
+    """Return for each row how many rows must be computed before it, one after the other.
+
+    The scheduler may admit a row with blocks that another row fills in the same step, because a step usually writes the
+    keys and values of all rows before attention reads them.
+    """
+    starts, contexts = attention.query_start.tolist(), attention.context_lens.tolist()
+    depths = [0] * len(contexts)
+    if not caches or max((end - start for start, end in pairwise(starts)), default=0) < 2:
+        return depths  # A row that computes one token fills no block that another row shares already.
+    block_size = caches[0][0].shape[2]
+    tables = attention.block_tables.tolist()
+    blocks = [table[: -(-context // block_size)] for table, context in zip(tables, contexts, strict=True)]
+    writers: dict[int, int] = {}
+    for place, (start, end) in enumerate(pairwise(starts)):
+        first = (contexts[place] - (end - start)) // block_size
+        writers |= dict.fromkeys(blocks[place][first:], place)
+    # A row's context begins with blocks of rows that do not depend on it, so that one pass per row is enough.
+    for _ in range(len(blocks)):
+        before = depths.copy()
+        for place, read in enumerate(blocks):
+            others = {writers.get(block, place) for block in read} - {place}
+            depths[place] = max((depths[other] + 1 for other in others), default=0)
+        if depths == before:
+            break
+    return depths
 
 
 def _context(
