@@ -159,7 +159,7 @@ def test_sessions_of_agents_fit_in_both_tiers(tmp_path: Path, capsys: pytest.Cap
     out = tmp_path / "capacity.json"
     assert main(["capacity", *flags, "--json", str(out)]) == 0
 
-    assert json.loads(out.read_text())["sessions"] == {"device": 10, "with_host": 15}
+    assert json.loads(out.read_text())["sessions"] == {"device": 10, "with_host": 15, "with_disk": 15}
     assert "10 sessions at a time keep their KV, 15 with host memory" in capsys.readouterr().out
     assert main(["capacity", *flags[:-3], "--agents=2,128"]) != 0
 

@@ -121,7 +121,7 @@ def _overtaken(waiting: list[int], computed_by_plan: list[int]) -> float:
         0: SimpleNamespace(name=StreamName(b"f", 0), tokens=computed_by_plan, computed=size, num_admitted=size),
         1: SimpleNamespace(name=admitted.name, tokens=[8, 9], computed=2, num_admitted=2),
     }
-    epoch = SimpleNamespace(model=SimpleNamespace(rows=rows, block_size=2))
+    epoch = SimpleNamespace(model=SimpleNamespace(rows=rows, block_size=2), jobs={})
     plan = SimpleNamespace(chunk_rows=np.array([0, 1]), admissions=[SimpleNamespace(row=1)])
     promise.admitted(admitted, cast(Any, None), cast(Any, plan), cast(Any, epoch))
     return promise._overtaken.get(other, 0.0)
