@@ -91,7 +91,6 @@ def test_a_scheduler_that_was_replaced_gets_another_hello_and_no_session(
     """The worker stays with the highest number that it knows, also when the earlier leader responds first."""
     old, new = machines
     old.lead()
-    link.open()
     new.lead()
     link.open()
     new.welcome(new.hello(), epoch=8, number=6)
