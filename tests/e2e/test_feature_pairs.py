@@ -71,9 +71,9 @@ def test_tokens_are_those_of_the_plain_model(case: Case, tmp_path: Path) -> None
             "--max-num-batched-tokens=64",
             "--max-tokens-in-paged-kv-cache=168",
         ) as served,
-        ThreadPoolExecutor(1) as beside,
+        ThreadPoolExecutor(1) as pool,
     ):
-        texts = beside.submit(shaped, served.grpc) if case["grammar"] == "regex" else None
+        texts = pool.submit(shaped, served.grpc) if case["grammar"] == "regex" else None
         answers = generate_all(served.grpc, prompts, [COUNT] * len(prompts))
         for text in [] if texts is None else texts.result():
             assert re.fullmatch(PATTERN, text)
@@ -112,7 +112,7 @@ def make_models(case: Case, folder: Path) -> tuple[Path, Oracle]:
 
 
 def shaped(target: str) -> list[str]:
-    """Texts with a grammar, sampled beside the others."""
+    """Texts with a grammar, sampled concurrently with the others."""
     with Client(target) as client:
         streams = [
             client.generate("ab", regex=PATTERN, max_tokens=60, temperature=1.0, seed=seed, timeout=240)

@@ -48,9 +48,9 @@ def test_tokens_are_those_of_transformers(case: Case, tmp_path: Path) -> None:
             "--max-model-len=144",
             "--max-num-batched-tokens=64",
         ) as served,
-        ThreadPoolExecutor(1) as beside,
+        ThreadPoolExecutor(1) as pool,
     ):
-        choices = beside.submit(_choices, served, common)
+        choices = pool.submit(_choices, served, common)
         answers = generate_all(served.grpc, prompts, [COUNT] * len(prompts))
         texts = choices.result()
         turns = [[*answer.prompt, *answer.tokens, 20, 21] for answer in answers[:3]]

@@ -28,7 +28,7 @@ async def _until_ready(link: CoreLink, changed: asyncio.Event, *, restarts: int)
 
 
 def test_a_front_end_stays_with_the_address_that_responds_and_then_finds_the_next(tmp_path: Path) -> None:
-    """Whichever address leads, the link connects without trying the addresses in turn, and leaves a dead one."""
+    """The link connects to all addresses at the same time, finds the leader at any of them, and drops dead ones."""
 
     async def main() -> None:
         addresses = [f"ipc://{tmp_path}/{name}" for name in "ab"]

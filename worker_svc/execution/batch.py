@@ -6,7 +6,7 @@ previous step wrote them. A decode row with drafts is like a chunk of several to
 knows, and its drafts. It follows the other decode rows and samples at every one of its tokens.
 
 For a captured decode step the host uploads nothing: the device computes the inputs from its lanes (`decode_graphs`).
-For a captured step with chunks or drafts, `step_graphs` copies the tensors of the batch.
+For a captured step with chunks or drafts, `step_graphs` copies the batch's tensors into those of the graph.
 """
 
 from dataclasses import dataclass

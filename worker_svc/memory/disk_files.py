@@ -92,7 +92,7 @@ class BlockFiles:
         self.num_slots = num_slots
         self.block_bytes = block_bytes
         self.refused: Counter[str] = Counter()
-        """Number of refused files by reason since the caller emptied this."""
+        """Number of refused files by reason. The caller clears it after each report."""
         self._identity = identity
         self._folder, self._lock = _first_free(folder)
         os.chmod(self._folder, 0o700)

@@ -177,7 +177,7 @@ def _tie(tied: torch.nn.Embedding, head: PackedModule) -> None:
 
 
 def _tied_embedding(decoder: PreTrainedModel) -> torch.nn.Embedding | None:
-    """Return the embedding of a decoder whose LM head has the same weight; None if there is none."""
+    """Return the decoder's embedding if it shares its weight with the LM head; None if not."""
     head: Any = decoder.get_output_embeddings()  # type: ignore[no-untyped-call]
     found: Any = decoder.get_input_embeddings()
     tied = head is not None and found is not None and head.weight is found.weight

@@ -163,7 +163,7 @@ class BlockPool:
         self.release(blocks, last_step=last_step, answered_step=answered_step)
 
     def is_free(self, block: int) -> bool:
-        """Return whether the block has no content and no table holds it."""
+        """Return whether the block is not cached and in no block table."""
         return self._claims.item(block) == _FREE
 
     def is_idle(self, block: int) -> bool:
