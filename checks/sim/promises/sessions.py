@@ -22,7 +22,8 @@ class OnlyNewSessionsWait(Promise):
     """New sessions wait for memory for at most `session_wait_s`, and only if requests have returned.
 
     The next turn of a session never waits: a request that extends the whole sequence of an earlier one, and is the
-    first to do so. Sequences count only if the core has surely recognised them.
+    first to do so. Sequences count only if the core has surely recognised them. A request that only begins with the
+    same prompt may have continued the session in the meantime, as if a chat template had changed the answer.
     """
 
     def __init__(self, watched: Watched) -> None:
@@ -32,8 +33,8 @@ class OnlyNewSessionsWait(Promise):
         """By hash of a sequence that has ended, whether its next turn is surely recognised."""
         self._tails: Counter[int] = Counter()
         """Number of sequences by the hash of the part up to a block boundary that may be their tail."""
-        self._stems: set[int] = set()
-        """Hashes of the parts of prompts up to a block boundary that may identify their sessions."""
+        self._stems: dict[int, set[int]] = {}
+        """Hashes of sequences by the hash of a part of their prompt, up to a block boundary, that may identify them."""
         self._largest = 0
         """The largest size of a block so far."""
         self._num_returns = 0
@@ -46,7 +47,9 @@ class OnlyNewSessionsWait(Promise):
         name = StreamName(event.frontend, event.stream)
         hashes = _hashes(event.token_ids.tolist(), event.spec.cache_scope)
         earlier = next((each for each in reversed(hashes[:-1]) if each in self._sequences), None)
-        self._num_returns += earlier is not None or not self._stems.isdisjoint(hashes)
+        with_stem: set[int] = set().union(*(self._stems.get(each, ()) for each in hashes)) - {earlier}
+        self._num_returns += earlier is not None or bool(with_stem)
+        self._sequences.update(dict.fromkeys(with_stem, False))
         if earlier is None:
             return
         stream = self.clients.live.get(name)
@@ -65,7 +68,8 @@ class OnlyNewSessionsWait(Promise):
         is_known &= not (stream.demand.scored or stream.row_failed or hashes[-1] in self._sequences)
         sizes = {epoch.model.block_size for epoch in self.cluster.epochs.values()}
         self._largest = max(self._largest, *sizes, 0)
-        self._stems.update(hashes[max(0, num_prompt - OPENING - self._largest) : max(0, num_prompt - OPENING)])
+        for stem in hashes[max(0, num_prompt - OPENING - self._largest) : max(0, num_prompt - OPENING)]:
+            self._stems.setdefault(stem, set()).add(hashes[-1])
         if len(sizes) == 1:
             size = sizes.pop()
             tails = range((num_prompt // size + 1) * size, num_tokens, size)
