@@ -306,9 +306,9 @@ class Scheduler:
 
     def _request_arrived(self, event: ev.RequestArrived, now: float) -> None:
         if event.frontend in self._frontends:
-            self._requests.arrive(event, now)
-            if self._fleet.with_disk:
-                self._load_ahead(event, now)
+            request = self._requests.arrive(event, now)
+            if request is not None and self._fleet.with_disk:
+                self._load_ahead(request, now)
         else:
             self._effects.append(FrontendUnknown(frontend=event.frontend))
 
@@ -448,10 +448,9 @@ class Scheduler:
             disk.listed(event.found, is_complete=event.is_complete)
         self._use_disk(worker, now)
 
-    def _load_ahead(self, event: ev.RequestArrived, now: float) -> None:
+    def _load_ahead(self, request: Request, now: float) -> None:
         """Start to read the prefix of a new request from disk, on the worker that has most of it."""
-        request = self._requests.get(event.frontend, event.stream)
-        if request is None or request.state is not RequestState.QUEUED:
+        if request.state is not RequestState.QUEUED:
             return
         found = [
             (worker.match(request), worker)

@@ -3,12 +3,17 @@
 import numpy as np
 import pytest
 
+from records.rules.model_worker import ModelWorker
+from scheduler_svc.core.interface import effects as ef
+from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.arrays import IndexArray
 from scheduler_svc.core.interface.disk import DiskAction, DiskBlock, DiskJob
 from scheduler_svc.core.memory.disk_space import DiskSpace
 from scheduler_svc.core.memory.host_keys import BlockEntry
 from scheduler_svc.core.memory.swapping import SwapSpace
-from shared.prefix_keys import KEY_BYTES, BlockKey
+from shared.columns import to_column
+from shared.prefix_keys import KEY_BYTES, BlockKey, following_keys, root_key
+from tests.scheduler_svc.cluster import Cluster
 
 ROOT = b"r" * KEY_BYTES
 
@@ -247,3 +252,23 @@ def test_a_block_on_disk_is_not_lost_when_it_leaves_the_host() -> None:
         _store(space, *range(11, 19))
 
     assert on_disk.return_chance == 1.0 > without.return_chance
+
+
+def test_a_repeated_submission_reads_nothing() -> None:
+    """Only the first submission of a request starts reads. The worker lists its blocks between two submissions."""
+    prompt = list(range(100, 140))
+    cluster = Cluster(max_num_seqs=8, max_num_batched_tokens=16)
+    worker = ModelWorker(b"w/1", 88, 4, 8, num_host_blocks=64, num_disk_blocks=8)
+    cluster.join(worker)
+    cluster.submit(1, prompt, 5)
+    keys = following_keys(root_key("f", b""), to_column(prompt), 4)
+    found = tuple(
+        DiskBlock(number, keys[number * KEY_BYTES :][:KEY_BYTES], root_key("f", b""), not number) for number in range(8)
+    )
+    cluster.handle(ev.DiskReported(worker=worker.peer, epoch=worker.epoch, found=found, is_complete=True))
+
+    cluster.effects.clear()
+    cluster.submit(1, prompt, 5)
+    assert not cluster.effects
+    cluster.submit(2, prompt, 5)
+    assert [type(effect) for effect in cluster.effects] == [ef.DiskJobWanted]

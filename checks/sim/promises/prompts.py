@@ -192,7 +192,10 @@ class PromptsAreShared(Promise):
 
 
 class ShortPromptsStart(Promise):
-    """The shortest prompt is in the next plan if there are rows and memory for it and for the first prompt."""
+    """The shortest prompt is in the next plan if there are rows and memory for it and for the first prompt.
+
+    It may wait for its prefix while a plan copies blocks from the host.
+    """
 
     def __init__(self, watched: Watched, eligibility: Eligibility) -> None:
         super().__init__(watched)
@@ -216,7 +219,7 @@ class ShortPromptsStart(Promise):
         self._is_calm &= len(plan.admissions) < _MOST_ADMITTED
 
     def plan_made(self, plan: Plan, epoch: Epoch) -> None:
-        if not (self._applies and self._is_calm and self.book.waiting and len(plan.chunk_rows)):
+        if not (self._applies and self._is_calm and self.book.waiting and len(plan.chunk_rows)) or plan.swap_ins:
             return
         waiting = list(self.book.waiting)
         shortest = min(waiting, key=lambda stream: stream.num_known)

@@ -156,11 +156,11 @@ class RequestRegistry:
 
     # ---------------------------------------------------------------- life
 
-    def arrive(self, event: ev.RequestArrived, now: float) -> None:
-        """Queue a new request, or refuse it."""
+    def arrive(self, event: ev.RequestArrived, now: float) -> Request | None:
+        """Queue a new request, or refuse it; return it if it was queued."""
         key = RequestKey(event.frontend, event.stream)
         if key in self._requests:
-            return  # The front end got no response and submitted the request again. Keep the first submission.
+            return None  # The front end got no response and submitted the request again. Keep the first submission.
         is_duplicate = False
         identity = event.spec.identity
         if identity:
@@ -211,6 +211,8 @@ class RequestRegistry:
                     text = turn.text(len(request.tokens) - request.wait.uncached)
                     request.note(now, NoteKind.SESSION, text)
             self.requeue(request, now)
+            return request
+        return None
 
     def _predict(self, request: Request, num_competing: int, now: float) -> None:
         """Forecast times for a new request, which `num_competing` others compete with."""
