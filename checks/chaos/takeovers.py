@@ -32,6 +32,7 @@ from checks.chaos.fronts import KillRecord, longest_pauses, until_all_get_on
 from checks.chaos.load import Load, Streamed, check
 from checks.oracle import Oracle, Tally
 from measure.testbed.checkpoints import make_checkpoint
+from measure.testbed.etcd import etcd
 from measure.testbed.service import DEFAULTS, QUIRE, Service, free_ports
 from quire_server.cli.keys import create
 
@@ -225,14 +226,7 @@ def _machines(campaign: Campaign, folder: Path, stack: contextlib.ExitStack) -> 
     _ip(f"addr add {_NETWORK}.1/24 dev quire")
     for link in ("quire", "lo"):
         _ip(f"link set {link} up")
-    url = f"http://{_NETWORK}.1"
-    stack.enter_context(
-        _child(
-            *("etcd", f"--data-dir={folder}/etcd", f"--listen-client-urls={url}:2379", "--log-level=error"),
-            *(f"--advertise-client-urls={url}:2379", f"--listen-peer-urls={url}:2380"),
-            *(f"--initial-advertise-peer-urls={url}:2380", f"--initial-cluster=default={url}:2380"),
-        )
-    )
+    store = stack.enter_context(etcd(folder, f"{_NETWORK}.1")).address
     addresses = {"machine-a": f"{_NETWORK}.2", "machine-b": f"{_NETWORK}.3"}
     machines = []
     for name, address in addresses.items():
@@ -240,7 +234,7 @@ def _machines(campaign: Campaign, folder: Path, stack: contextlib.ExitStack) -> 
         flags = (
             *(f"--frontend-address=tcp://{address}:5701", f"--worker-address=tcp://{address}:5702"),
             *(f"--standby-address=tcp://{address}:5703", f"--standby-of={others}"),
-            *(f"--leader-lease=etcd://{_NETWORK}.1:2379/quire", f"--leader-lease-s={campaign.lease_s}"),
+            *(f"--leader-lease=etcd://{store}/quire", f"--leader-lease-s={campaign.lease_s}"),
             *(f"--journal={folder}/{name}", f"--journal-sync={campaign.journal_sync}", "--record-dir=off"),
             *(f"--keys={folder}/keys/scheduler", f"--max-num-seqs={max(64, campaign.num_streams)}"),
         )

@@ -2,13 +2,11 @@
 
 import contextlib
 import copy
-import http.client
 import json
 import shutil
 import ssl
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,54 +16,18 @@ from typing import Any
 import pytest
 import trustme
 
-from measure.testbed.service import free_ports
+from measure.testbed import etcd as testbed
 
-WAIT_S = 60
 TOKEN = "of the pod"
 
 
 @contextlib.contextmanager
 def etcd(folder: Path) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
-    """Run etcd; yield host and port, and the process."""
-    program = shutil.which("etcd")
-    if program is None:
+    """Run etcd; yield host and port, and the process. Skip the test if etcd is not installed."""
+    if shutil.which("etcd") is None:
         pytest.skip("etcd is not installed")
-    client, peer = free_ports(2)
-    process = subprocess.Popen(
-        [
-            program,
-            f"--data-dir={folder}/etcd",
-            f"--listen-client-urls=http://127.0.0.1:{client}",
-            f"--advertise-client-urls=http://127.0.0.1:{client}",
-            f"--listen-peer-urls=http://127.0.0.1:{peer}",
-            f"--initial-advertise-peer-urls=http://127.0.0.1:{peer}",
-            f"--initial-cluster=default=http://127.0.0.1:{peer}",
-        ],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        _until_healthy(client)
-        yield f"127.0.0.1:{client}", process
-    finally:
-        process.kill()
-        process.wait()
-
-
-def _until_healthy(port: int) -> None:
-    end = time.monotonic() + WAIT_S
-    while True:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-        try:
-            connection.request("GET", "/health")
-            if b"true" in connection.getresponse().read():
-                return
-        except OSError:
-            pass
-        finally:
-            connection.close()
-        assert time.monotonic() < end, "etcd does not serve"
-        time.sleep(0.05)
+    with testbed.etcd(folder) as server:
+        yield server.address, server.process
 
 
 @dataclass(slots=True)
