@@ -71,9 +71,11 @@ _SILENCE_SHARE = 0.75
 YOUNG_S = 10.0
 """Time after its start in which a scheduler expects the workers of its predecessor, seconds."""
 SETTLE_S = 0.25
-"""Time for which the first worker with retained KV waits for other workers of the predecessor, seconds. Otherwise it
-would compute their requests again.
+"""Time for which a worker with retained KV waits for other workers of the predecessor, seconds. Otherwise it would
+compute their requests again.
 """
+LONGEST_SETTLE_S = 2.0
+"""Maximum time for which the first worker with retained KV waits for all others, seconds."""
 STOPPED_S = 1.0
 """Time between two turns above which this process was stopped, so that another scheduler may lead, seconds."""
 TURN_PARTS = ("snapshot", "results", "losses", "requests", "upkeep", "metrics", "plans", "messages")
@@ -190,6 +192,8 @@ class SchedulerService:
         self._started_at = time.monotonic()
         self._settled_at = 0.0
         """Time before which nothing is planned, because further workers may have the KV of requests; 0 for none."""
+        self._settles_by = math.inf
+        """Limit of `_settled_at`."""
         self._planned_at = 0.0
         """Time of the last planning."""
         self._gone: dict[ev.Peer, str] = {}
@@ -443,7 +447,8 @@ class SchedulerService:
             case ev.WorkerHello():
                 self._gone.pop(peer, None)
                 if event.retained and now - self._started_at < YOUNG_S:
-                    self._settled_at = self._settled_at or now + SETTLE_S
+                    self._settles_by = min(self._settles_by, now + LONGEST_SETTLE_S)
+                    self._settled_at = min(now + SETTLE_S, self._settles_by)
                 self._tracing.worker_lost(peer, now)  # After a new Hello the worker sends no results for earlier plans.
                 self._metrics.workers_joined += 1
                 self._workers.add(peer, event.worker_id, now, process=event.process)
@@ -625,6 +630,8 @@ class SchedulerService:
     def _tick(self, now: float) -> None:
         for peer in self._frontends.expired(now):
             self._lose_frontend(peer, "its lease expired", now)
+        for outgoing in self._frontends.neglected(now):
+            outgoing.set_state(self._core.service_state(), self._log_level, self._leader_number)
         self._gone |= dict.fromkeys(self._workers.ping(now), "its connection was closed")
         self._views.publish(now)
         if self._kv_events is not None:

@@ -24,6 +24,7 @@ EXAMPLES = """
   quire bench link --json link.json
   quire bench link --workers 64 --step-ms 20
   quire bench link --workers 64 --rows 64 --burst 2000
+  quire bench link --workers 64 --rows 64 --standby
   quire bench link --rounds 1 --seconds 1
 """
 
@@ -55,6 +56,12 @@ def configure(parser: OneLineParser) -> None:
         help="simulated duration of a step, in milliseconds (default: 5 and 1; several workers: 20)",
     )
 
+    add(
+        "--standby",
+        action="store_true",
+        help="measure without a journal, with a journal of all requests, and with a standby that mirrors the journal",
+    )
+
 
 def run(options: Namespace) -> int:
     for name in ("rounds", "seconds", "rows", "workers", "burst", "step_ms"):
@@ -69,7 +76,13 @@ def run(options: Namespace) -> int:
     with runtime_dir() as folder:
         try:
             results = run_rounds(
-                cases_for(workers=options.workers, rows=options.rows, step_ms=options.step_ms, burst=options.burst),
+                cases_for(
+                    workers=options.workers,
+                    rows=options.rows,
+                    step_ms=options.step_ms,
+                    burst=options.burst,
+                    standby=options.standby,
+                ),
                 rounds=options.rounds,
                 seconds=options.seconds,
                 folder=folder,
@@ -98,7 +111,10 @@ def _print_table(results: "list[LinkResult]") -> None:
         )
     print("\nparts of a turn: µs per step, with the longest time in one turn in ms; CPU of threads: µs per step")
     for each in results:
-        print(f"\n{each.workers} workers, {each.rows} rows, {each.step_ms:g} ms; {each.worst_worker} waits longest")
+        kind = ", standby" if each.standby else ", journal" if each.journal else ""
+        print(
+            f"\n{each.workers} workers, {each.rows} rows, {each.step_ms:g} ms{kind}; {each.worst_worker} waits longest"
+        )
         parts = sorted(each.part_us_per_step.items(), key=lambda part: -part[1])
         print("  parts: " + ", ".join(f"{name} {us:g} (≤ {each.longest_part_ms[name]:g})" for name, us in parts))
         print("  threads: " + ", ".join(f"{name} {us:g}" for name, us in each.thread_cpu_us_per_step.items()))

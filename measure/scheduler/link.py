@@ -13,13 +13,14 @@ import contextlib
 import json
 import os
 import select
+import shutil
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -44,13 +45,18 @@ class LinkBenchError(Exception):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Case:
-    """Case to measure: workers, rows per worker, step time in ms, plans in flight, requests in the burst."""
+    """Case to measure: workers, rows per worker, step time in ms, plans in flight, requests in the burst.
+
+    With `journal`, all requests are resumable and the scheduler has a journal. With `standby`, a standby mirrors it.
+    """
 
     workers: int
     rows: int
     step_ms: float
     in_flight: int
     burst: int = 0
+    journal: bool = False
+    standby: bool = False
 
 
 BURST = 2_000
@@ -125,6 +131,8 @@ class LinkResult:
     """Name of the worker that waited longest in the last round."""
     thread_cpu_us_per_step: dict[str, float]
     """CPU time of the scheduler process per step, by thread."""
+    journal: bool
+    standby: bool
     part_us_per_step: dict[str, float]
     """Time per step in each part of a turn."""
     longest_part_ms: dict[str, float]
@@ -132,9 +140,20 @@ class LinkResult:
 
 
 def cases_for(
-    *, workers: int | None = None, rows: int | None = None, step_ms: float | None = None, burst: int | None = None
+    *,
+    workers: int | None = None,
+    rows: int | None = None,
+    step_ms: float | None = None,
+    burst: int | None = None,
+    standby: bool = False,
 ) -> tuple[Case, ...]:
-    """Return the default cases, or those for the given options, with one and two plans in flight."""
+    """Return the default cases, or those for the given options, with one and two plans in flight.
+
+    With `standby`, there are two plans in flight, without a journal, with one, and with a standby.
+    """
+    if standby:
+        case = Case(workers or 1, rows or 256, step_ms or (20.0 if workers else 5.0), 2, burst or 0)
+        return case, replace(case, journal=True), replace(case, journal=True, standby=True)
     if workers is rows is step_ms is burst is None:
         return DEFAULT_CASES
     workers = workers or 1
@@ -196,6 +215,10 @@ def measure(case: Case, seconds: float, folder: Path, environment: Mapping[str, 
         max_queued_requests=2 * num_rows,  # Twice the rows, because one tenant may not fill the whole queue.
         max_plans_in_flight=case.in_flight,
     )
+    if case.journal:
+        config = replace(config, journal=f"{folder}/journal", journal_bytes=1 << 30, resume_keep_bytes=1 << 30)
+    if case.standby:
+        config = replace(config, standby_address=f"ipc://{folder}/standbys")
     echo_flags = {
         "address": config.worker_address,
         "workers": case.workers,
@@ -209,9 +232,12 @@ def measure(case: Case, seconds: float, folder: Path, environment: Mapping[str, 
         "give-up-s": SETUP_S,
     }
     with ExitStack() as stack:
+        stack.callback(shutil.rmtree, f"{folder}/journal", ignore_errors=True)
         scheduler = stack.enter_context(
             _Process(["quire_server.cli.main", "scheduler", *to_flags(config)], folder / "scheduler.log", environment)
         )
+        if case.standby:
+            stack.enter_context(_standby(config, folder, environment))
         echo = stack.enter_context(
             _Process(
                 ["measure.scheduler.echo_worker", *(f"--{name}={value}" for name, value in echo_flags.items())],
@@ -230,6 +256,7 @@ def measure(case: Case, seconds: float, folder: Path, environment: Mapping[str, 
             prompt_tokens=PROMPT_TOKENS,
             block_size=echo_worker.BLOCK_SIZE,
             fingerprint=echo_worker.FINGERPRINT,
+            is_resumable=case.journal,
             vocab_size=echo_worker.VOCAB,
         )
         submit(num_rows - case.burst)
@@ -252,6 +279,24 @@ def measure(case: Case, seconds: float, folder: Path, environment: Mapping[str, 
             parts={name: _part(turns_before.get(name, _NO_TURNS), turns[name]) for name in turns if name},
             thread_cpu_s=thread_cpu_s,
         )
+
+
+@contextlib.contextmanager
+def _standby(config: SchedulerConfig, folder: Path, environment: Mapping[str, str]) -> Iterator[None]:
+    """Run a standby of the scheduler with this configuration, which has the whole journal from now on."""
+    mirror, log = folder / "mirror", folder / "standby.log"
+    own = replace(config, journal=str(mirror), standby_address="", standby_of=config.standby_address)
+    try:
+        with _Process(["quire_server.cli.main", "scheduler", *to_flags(own)], log, environment) as process:
+            end = time.monotonic() + SETUP_S
+            while "has the whole journal" not in log.read_text():
+                process.check()
+                if time.monotonic() > end:
+                    raise LinkBenchError("timeout: the standby does not have the whole journal")
+                time.sleep(_NAP_S)
+            yield
+    finally:
+        shutil.rmtree(mirror, ignore_errors=True)
 
 
 def longest_turn(before: Mapping[float, float], after: Mapping[float, float]) -> float:
@@ -436,6 +481,8 @@ def _result(case: Case, runs: Sequence[Run]) -> LinkResult:
         ),
         scheduler_cpu_share=round(statistics.median(run.scheduler_cpu_s / run.report.elapsed_s for run in runs), 3),
         burst=case.burst,
+        journal=case.journal,
+        standby=case.standby,
         rows_at_end=min(report.num_rows for report in reports),
         longest_turn_ms=round(max(run.longest_turn_s for run in runs) * 1e3, 3),
         worst_worker=reports[-1].worst_worker,

@@ -46,7 +46,15 @@ class TokenSink:
         """Number of tokens received so far."""
 
     def submit(
-        self, count: int, *, max_tokens: int, prompt_tokens: int, block_size: int, fingerprint: str, vocab_size: int
+        self,
+        count: int,
+        *,
+        max_tokens: int,
+        prompt_tokens: int,
+        block_size: int,
+        fingerprint: str,
+        vocab_size: int,
+        is_resumable: bool = False,
     ) -> None:
         """Submit requests with prompts of up to `prompt_tokens` tokens, staggered over one block's length."""
         rng = np.random.default_rng(count)
@@ -68,6 +76,7 @@ class TokenSink:
                         credit=_ENDLESS_CREDIT,
                         block_keys=following_keys(root, tokens, block_size),
                         block_size=block_size,
+                        identity=b"%032d" % stream if is_resumable else b"",
                     )
                 )
             self._socket.send(link_pb2.FrontendMessage(submissions=submissions).SerializeToString())

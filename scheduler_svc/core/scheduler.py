@@ -53,6 +53,9 @@ from scheduler_svc.core.workers.quarantine import REJECTED, Quarantine
 from scheduler_svc.core.workers.rows import FREE
 from scheduler_svc.core.workers.worker import Worker
 
+_MOST_RETURNING = 64
+"""Number of ended requests that may be listed as returning."""
+
 
 class Scheduler:
     """Scheduler core.
@@ -82,6 +85,8 @@ class Scheduler:
         self._placement = Placement(self._requests.backlog, self._fleet.directory, config.max_num_seqs)
         self._schedule = PlanSchedule(config.max_plans_in_flight, collects=config.batching.mode != "continuous")
         self._quarantine = Quarantine()
+        self._returning: list[Request] = []
+        """Requests with tokens of an earlier scheduler that arrived since the last plan."""
         self._untidy: list[tuple[Worker, list[int]]] = []
         """Workers that got a plan since the last call to `tidy`, with the rows whose requests end with this plan."""
 
@@ -116,6 +121,8 @@ class Scheduler:
         self._requests.forecast.workers_change()
         backlog = self._requests.backlog
         backlog.time_passed(now)
+        if self._returning:
+            self._send_home(now)
         may_admit = backlog.has_for(worker)
         if not (may_admit or worker.has_work):
             return None, []
@@ -124,6 +131,20 @@ class Scheduler:
             self._planned(worker, [], now)
             return plan, []
         return self._plan(worker, now), self._take_effects()
+
+    def _send_home(self, now: float) -> None:
+        """Assign the requests of an earlier scheduler to the workers that have their KV.
+
+        Otherwise, the plans of other workers would look at them first. After a takeover, these are thousands.
+        """
+        returning, self._returning = self._returning, []
+        backlog = self._requests.backlog
+        for request in returning if len(self._fleet) > 1 else ():
+            if backlog.competes(request) and not request.faults.suspect:
+                home = self._placement.home(request)
+                if home is not None:
+                    backlog.take_this(request)
+                    backlog.assign(request, home, now)
 
     def is_due(self, peer: ev.Peer, now: float) -> bool:
         """Return whether a call of `plan` could have an effect."""
@@ -307,6 +328,11 @@ class Scheduler:
     def _request_arrived(self, event: ev.RequestArrived, now: float) -> None:
         if event.frontend in self._frontends:
             request = self._requests.arrive(event, now)
+            if request is not None and request.accepted and request.num_generated:
+                self._returning.append(request)
+                if len(self._returning) > _MOST_RETURNING + 2 * self._requests.num_waiting:
+                    # Many have ended, because no worker gets a plan.
+                    self._returning = [each for each in self._returning if self._requests.backlog.competes(each)]
             if request is not None and self._fleet.with_disk:
                 self._load_ahead(request, now)
         else:
@@ -648,7 +674,7 @@ class Scheduler:
         self._requests.time_passed(now)
         self._requests.backlog.time_passed(now)
         self._quarantine.time_passed(now)
-        for worker in self._requests.backlog.recall_late(now):
+        for worker in self._requests.backlog.recall_late(lambda worker: self._is_due(worker, now), now):
             self._placement.late(worker)
 
     def _shutdown_requested(self, event: ev.ShutdownRequested, now: float) -> None:

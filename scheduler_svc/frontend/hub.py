@@ -28,6 +28,10 @@ MAX_VIEW_BYTES = 4 << 20
 _MAX_VIEW_BACKLOG = 1 << 20
 """Backlog in bytes above which a front end gets no live views."""
 
+_NEGLECT_S = 1.2
+"""Time without a message after which a front end gets the state. It sends a report each second, but the response may be
+late if thousands of its submissions arrive before the report.
+"""
 _MAX_REFUSED = 64
 
 log = get_logger()
@@ -36,6 +40,7 @@ log = get_logger()
 @dataclass(slots=True)
 class _Frontend:
     last_heard: float
+    last_sent: float
     outgoing: Outgoing = field(default_factory=Outgoing)
     pending: bool = False
     """Whether `outgoing` has content."""
@@ -79,7 +84,7 @@ class FrontendHub:
         A Hello adds the front end; `version` is then the negotiated protocol version.
         """
         if version and peer not in self._frontends:
-            self._frontends[peer] = _Frontend(now)
+            self._frontends[peer] = _Frontend(now, now)
             log.info("front end joined", frontend=peer.decode(errors="replace"), protocol_version=version)
         frontend = self._frontends.get(peer)
         if frontend is None:
@@ -122,6 +127,13 @@ class FrontendHub:
         for peer in self._frontends:
             yield self.outgoing(peer)
 
+    def neglected(self, now: float) -> Iterator[Outgoing]:
+        """Yield `outgoing` of the front ends that would consider this process dead, because they got no message."""
+        for peer, frontend in self._frontends.items():
+            if now - frontend.last_sent > _NEGLECT_S:
+                frontend.last_sent = now
+                yield self.outgoing(peer)
+
     def names(self) -> Iterator[str]:
         """Yield the names of the connected front ends."""
         for peer in self._frontends:
@@ -158,6 +170,7 @@ class FrontendHub:
             durable: journal position that is durable now.
         """
         lost = {}
+        now = time.monotonic()
         for peer, frontend in self._frontends.items():
             if frontend.pending:
                 try:
@@ -175,6 +188,7 @@ class FrontendHub:
                 if outcome is not SendOutcome.SENT:
                     break
                 frontend.backlog_bytes -= len(frontend.backlog.popleft()[1])
+                frontend.last_sent = now
             if frontend.backlog_bytes > MAX_BACKLOG:
                 lost[peer] = f"it does not read: more than {MAX_BACKLOG} bytes wait to be sent"
         return lost

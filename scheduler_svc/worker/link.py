@@ -391,13 +391,14 @@ def _retained(hello: plan_pb2.Hello) -> Iterator[ev.RetainedSequence]:
     for each in hello.retained:
         num_tokens, rest = divmod(len(each.token_ids), TOKEN_BYTES)
         blocks = from_column(each.blocks).astype(np.intp) if len(each.blocks) % TOKEN_BYTES == 0 else NO_INDICES
+        numbers = blocks.tolist()
         if (
             len(each.prefix_root) == KEY_BYTES
             and not rest
             and num_tokens
-            and len(blocks) == -(-num_tokens // max(hello.block_size, 1))
-            and blocks.min() >= 0
-            and blocks.max() < hello.num_blocks
+            and len(numbers) == -(-num_tokens // max(hello.block_size, 1))
+            and min(numbers) >= 0
+            and max(numbers) < hello.num_blocks
         ):
             yield ev.RetainedSequence(
                 root=each.prefix_root, tokens=each.token_ids, blocks=blocks, is_proven=each.is_proven

@@ -1,5 +1,6 @@
 """The scheduler's buffers for its front ends are bounded, with real sockets."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,16 @@ def test_a_front_end_that_talks_and_never_reads_is_lost(tmp_path: Path, monkeypa
             pass
         for socket in (*dealers, hub.socket):
             socket.close()
+
+
+def test_a_front_end_whose_reports_wait_behind_its_submissions_still_hears_from_the_core(tmp_path: Path) -> None:
+    """A front end that got nothing for over a second gets the state."""
+    with zmq.Context() as context:
+        hub = FrontendHub(context, f"ipc://{tmp_path}/f", incarnation=1, lease_s=10.0)
+        now = time.monotonic()
+        hub.heard(b"a", now, version=1)
+
+        assert list(hub.neglected(now + 1.0)) == []
+        assert len(list(hub.neglected(now + 1.5))) == 1
+        assert list(hub.neglected(now + 2.0)) == []
+        hub.socket.close()

@@ -9,6 +9,7 @@ import pytest
 from records.rules.model_worker import ModelWorker
 from records.rules.oracle import expected_output
 from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.queueing.backlog import MAX_ASSIGNED_S
 from shared.columns import to_column
 from shared.prefix_keys import root_key
 from tests.scheduler_svc.cluster import Cluster
@@ -96,6 +97,40 @@ def test_the_next_scheduler_computes_at_most_a_block_of_each_request_again(seed:
     else:
         # In the worst case, tokens of the last result were lost with the scheduler.
         assert cached >= sum(max(0, computed - 2 * BLOCK) for computed in running.values())
+
+
+def test_requests_return_to_the_workers_with_their_kv_in_whatever_order_plans_are_made() -> None:
+    """Some workers are planned long after others. Meanwhile, nothing is computed elsewhere."""
+    first = Cluster(max_num_seqs=4, max_num_batched_tokens=64)
+    workers = {f"w{number}": RetainingWorker(b"%d" % number, 200, BLOCK, 4) for number in range(6)}
+    for worker_id, worker in workers.items():
+        first.join(worker, worker_id)
+    prompts = {stream: [stream * 20 + place for place in range(17)] for stream in range(24)}
+    for stream, prompt in prompts.items():
+        first.submit(stream, prompt, 30)
+    for _ in range(8):
+        first.plan()
+        first.answer()
+    homes = {row.name.stream: worker.peer for worker in workers.values() for row in worker.rows.values()}
+    for worker in workers.values():
+        worker.lose_session(dict.fromkeys(prompts, b""))
+
+    second = Cluster(max_num_seqs=4, max_num_batched_tokens=64)
+    for worker_id, worker in workers.items():
+        second.join(worker, worker_id, ev.HelloReason.SESSION_LOST)
+    for stream, reader in first.readers.items():
+        second.submit(stream, prompts[stream], 30, delivered=tuple(reader.tokens), accepted=True)
+    for peer in second.core.workers():
+        second.plan_for(peer)
+        second.now += MAX_ASSIGNED_S
+        second.handle(ev.TimePassed())
+
+    found = {row.name.stream: worker.peer for worker in workers.values() for row in worker.rows.values()}
+    assert found == {stream: homes[stream] for stream in found}
+    assert len(found) == len(homes)
+    second.run()
+    for stream, reader in second.readers.items():
+        assert reader.tokens == expected_output(prompts[stream], 30, set())
 
 
 def test_sequences_that_contradict_each_other_are_not_used() -> None:

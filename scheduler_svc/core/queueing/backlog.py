@@ -368,11 +368,19 @@ class Backlog:
         request = self._shortest.first(lambda request: self.can_serve(worker, request))
         if request is None or (rest is not None and len(request.tokens) >= rest):
             return None
+        self.take_this(request)
+        return request
+
+    def competes(self, request: Request) -> bool:
+        """Return whether a request may be taken."""
+        return self._competing.get(request) is not None
+
+    def take_this(self, request: Request) -> None:
+        """Take out a request that competes."""
         queue = self._competing[request]
         assert queue is not None
         queue.extract(request)
         self._competing[request] = None
-        return request
 
     def take_assigned(self, worker: Worker) -> Request | None:
         """Take out the first request that is assigned to the worker, or return None."""
@@ -411,9 +419,17 @@ class Backlog:
                 request.waits_for(WaitReason.TURN, now)
                 self._place(request)
 
-    def recall_late(self, now: float) -> list[Worker]:
-        """Cancel old assignments, so that their requests compete again; return the workers that made no plan."""
-        late = [worker for worker, since in self._assigned_since.items() if now - since > MAX_ASSIGNED_S]
+    def recall_late(self, is_due: Callable[[Worker], bool], now: float) -> list[Worker]:
+        """Cancel old assignments to workers that can take no plan now, and return these workers.
+
+        Their requests compete again. A worker whose plan is due only waits for the scheduler. After a takeover,
+        thousands of requests are assigned to the workers with their KV, and planning them all takes longer.
+        """
+        late = [
+            worker
+            for worker, since in self._assigned_since.items()
+            if now - since > MAX_ASSIGNED_S and not is_due(worker)
+        ]
         for worker in late:
             self.recall(worker, now)
         return late

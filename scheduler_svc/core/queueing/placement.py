@@ -182,11 +182,19 @@ class Placement:
             self._assign(chosen, cost - self._loads[chosen] + DECODE_COST)
         return chosen
 
-    def _with_most(self, worker: Worker, request: Request, num_cached: int) -> Worker | None:
+    def home(self, request: Request) -> Worker | None:
+        """Return the worker on which a request that an earlier scheduler ran continues; None for any worker."""
+        self._update()
+        found = None if request.home else self._with_most(None, request, 0)
+        if found is not None:
+            self._assign(found, DECODE_COST)
+        return found
+
+    def _with_most(self, worker: Worker | None, request: Request, num_cached: int) -> Worker | None:
         """Return the worker that has most of a request's KV; None if no worker with room has more than half of it.
 
         Args:
-            worker: a worker with room for the request.
+            worker: a worker with room for the request, if one is known.
             request: a request that an earlier scheduler ran.
             num_cached: the number of its tokens that are cached on this worker.
         """
@@ -250,15 +258,16 @@ class Placement:
             and worker.grammars.is_ready(request.grammar_key)
         )
 
-    def _with_prefix(self, worker: Worker, request: Request) -> list[Worker]:
-        """Return the other workers with a full block of the request's prefix or with its swapped KV.
+    def _with_prefix(self, worker: Worker | None, request: Request) -> list[Worker]:
+        """Return the workers other than `worker` with a full block of the request's prefix or with its swapped KV.
 
         Partial blocks save too little to count.
         """
         epochs: list[int] = [] if request.swapped is None else [request.swapped.epoch]
         for other in self._by_block_size.values():
             epochs += self._directory.epochs(other.shareable_keys(request)[:KEY_BYTES])
-        return [self._by_epoch[epoch] for epoch in epochs if epoch in self._by_epoch and epoch != worker.epoch]
+        own = None if worker is None else worker.epoch
+        return [self._by_epoch[epoch] for epoch in epochs if epoch in self._by_epoch and epoch != own]
 
     def _least_loaded(self, worker: Worker, request: Request, bound: int | None) -> Worker | None:
         """Return the least loaded other worker that can take the request, if its load is below `bound`.

@@ -417,9 +417,11 @@ class Worker:
         keys = self.facts.following_keys(sequence.root, full_tokens, block_size)
         found = cache.match(keys)
         rest = blocks[len(found) :]
-        if len(rest) and rest.max() >= self.pool.num_blocks:
+        # Lists and sets, because a short array takes five times as long.
+        numbers = rest.tolist()
+        if max(numbers, default=0) >= self.pool.num_blocks:
             return NO_INDICES
-        if len(np.unique(rest)) < len(rest) or any_of(cache.holds[rest]):
+        if len(set(numbers)) < len(numbers) or any_of(cache.holds[rest]):
             return NO_INDICES
         chain = np.concatenate((found, rest))
         cache.publish(keys, chain[:num_full], b"" if cache.partial is None else full_tokens, sequence.root)
