@@ -205,8 +205,8 @@ def measure(case: Case, seconds: float, folder: Path, environment: Mapping[str, 
     # Allow more steps than can run, so that no request ends during the measurement.
     max_tokens = 1000 + int(1000 * (SETUP_S + echo_worker.WARM_UP_S + seconds) / case.step_ms)
     max_model_len = PROMPT_TOKENS + max_tokens
-    # Tokens per request while all rows decode, for the measurement and a margin for the set-up.
-    expected_len = PROMPT_TOKENS + int(1000 * (5 + 2 * seconds) / case.step_ms)
+    # Tokens per request while all rows decode, for the measurement and a margin for a slow set-up.
+    expected_len = PROMPT_TOKENS + int(1000 * (15 + 2 * seconds) / case.step_ms)
     config = SchedulerConfig(
         frontend_address=f"ipc://{folder}/frontends",
         worker_address=f"ipc://{folder}/workers",
