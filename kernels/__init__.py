@@ -11,6 +11,7 @@ reference has its own module (``…_reference``).
 
     kv_cache          write the new tokens' keys and values into their slots of the paged cache
     paged_attention   attention for a flat batch of rows over the paged KV cache: decode and chunked prefill
+    latent_attention  the same over latent vectors and rotary keys (MLA)
     norm              RMSNorm, alone or fused with the preceding residual addition
     rotary            rotary position embedding for queries and keys
     qkv               QK norm, rotary embedding and KV write for a packed projection, fused

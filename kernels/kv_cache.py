@@ -27,7 +27,7 @@ def write_kv(
 ) -> None:
     """Write each token's key and value into its slot, in place.
 
-    key, value: ``[num_tokens, num_kv_heads, head_dim]``, any strides over tokens and heads.
+    key, value: ``[num_tokens, num_kv_heads, head_dim]``, any strides over tokens and heads; they may differ in size.
     k_cache, v_cache: ``[num_blocks, num_kv_heads, block_size, head_dim]``, or quantised (`kernels.kv_quantised`).
     slot_mapping: ``[num_tokens]`` int64; a token with a negative slot is not written.
     """
@@ -50,9 +50,11 @@ def write_kv(
         NUM_KV_HEADS=num_kv_heads,
         BLOCK_SIZE=k_cache.shape[2],
         HEAD_DIM=head_dim,
+        VALUE_DIM=value.shape[2],
         NATIVE_FP8=native_fp8(key),
         HEADS=next_power_of_2(num_kv_heads),
         TILE=next_power_of_2(head_dim),
+        VALUE_TILE=next_power_of_2(value.shape[2]),
     )
 
 
@@ -63,7 +65,7 @@ def write_kv_reference(
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """Plain torch form of `write_kv`, which is also the CPU path; keys and values may differ in size."""
+    """Plain torch form of `write_kv`, which is also the CPU path."""
     written = slot_mapping >= 0
     if not bool(written.all()):
         key, value, slot_mapping = key[written], value[written], slot_mapping[written]

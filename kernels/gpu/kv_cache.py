@@ -22,9 +22,11 @@ def write_kv_kernel(
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
     HEADS: tl.constexpr,
     TILE: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
 ) -> None:
     """Write all heads of one token per program."""
     token = tl.program_id(0).to(tl.int64)
@@ -36,9 +38,12 @@ def write_kv_kernel(
     inside = (head < NUM_KV_HEADS) & (dim < HEAD_DIM)
     key = tl.load(key_ptr + token * key_token_stride + head * key_head_stride + dim, mask=inside, other=0.0)
     store_heads(k_cache_ptr, key, slot, head, dim, head < NUM_KV_HEADS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, NATIVE_FP8)
-    value = tl.load(value_ptr + token * value_token_stride + head * value_head_stride + dim, mask=inside, other=0.0)
+    value_dim = tl.arange(0, VALUE_TILE)[None, :]
+    inside = (head < NUM_KV_HEADS) & (value_dim < VALUE_DIM)
+    place = value_ptr + token * value_token_stride + head * value_head_stride + value_dim
+    value = tl.load(place, mask=inside, other=0.0)
     store_heads(
-        v_cache_ptr, value, slot, head, dim, head < NUM_KV_HEADS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, NATIVE_FP8
+        v_cache_ptr, value, slot, head, value_dim, head < NUM_KV_HEADS, NUM_KV_HEADS, BLOCK_SIZE, VALUE_DIM, NATIVE_FP8
     )
 
 

@@ -14,6 +14,8 @@ from kernels.native.structures import (
     CConvolution,
     CDecoder,
     CDeltaRule,
+    CHeadProducts,
+    CLatentAttention,
     CLinear,
     CSampling,
     CSelectiveScan,
@@ -21,7 +23,7 @@ from kernels.native.structures import (
     CTokenConvolution,
 )
 
-ABI = 13
+ABI = 14
 """ABI version that `quire_abi()` of the library must return."""
 LEVELS = {"portable": 0, "avx2": 1, "avx512": 2, "amx": 3}
 _log = logging.getLogger(__name__)
@@ -38,6 +40,14 @@ class Native:
     def attention(self, attention: CAttention) -> None:
         """Call `quire_attention`."""
         self.library.quire_attention(self.level, byref(attention))
+
+    def latent_attention(self, attention: CLatentAttention) -> None:
+        """Call `quire_latent_attention`."""
+        self.library.quire_latent_attention(self.level, byref(attention))
+
+    def head_products(self, products: CHeadProducts) -> None:
+        """Call `quire_head_products`."""
+        self.library.quire_head_products(self.level, byref(products))
 
     def linear(
         self, linear: CLinear, x: torch.Tensor, work: torch.Tensor, out: torch.Tensor, store: int, out_stride: int
@@ -121,6 +131,8 @@ def declare(library: CDLL) -> None:
         "quire_linear": [c_int, POINTER(CLinear), c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int],
         "quire_read": [c_void_p, c_int64],
         "quire_attention": [c_int, POINTER(CAttention)],
+        "quire_latent_attention": [c_int, POINTER(CLatentAttention)],
+        "quire_head_products": [c_int, POINTER(CHeadProducts)],
         "quire_argmax": [c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p],
         "quire_sample": [c_int, POINTER(CSampling)],
         "quire_delta_rule": [c_int, POINTER(CDeltaRule)],

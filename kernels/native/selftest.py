@@ -6,6 +6,7 @@ import torch
 
 from kernels import gguf
 from kernels.kv_quantised import INT4, QUANTISED, from_quantised, to_quantised
+from kernels.latent_attention_reference import latent_attention_reference
 from kernels.linear import (
     PackedLinear,
     dequantised,
@@ -17,6 +18,7 @@ from kernels.linear import (
     quantised_linear_reference,
 )
 from kernels.native.attention import paged_attention_native
+from kernels.native.latent import latent_attention_native
 from kernels.native.library import Native
 from kernels.native.recurrent import (
     convolve_native,
@@ -67,7 +69,11 @@ def failure(kernels: Native) -> str | None:
     for check in (_delta_rule_failure, _scan_failure, _convolution_failure):
         if (reason := check(kernels, generator)) is not None:
             return reason
-    return next(filter(None, (_attention_failure(kernels, generator, dtype) for dtype in _ATTENTION)), None)
+    for dtype in _ATTENTION:
+        reason = _attention_failure(kernels, generator, dtype) or _latent_failure(kernels, generator, dtype)
+        if reason is not None:
+            return reason
+    return None
 
 
 def _gguf_failure(kernels: Native, generator: torch.Generator) -> str | None:
@@ -186,3 +192,20 @@ def _attention_failure(kernels: Native, generator: torch.Generator, dtype: torch
     got = paged_attention_native(query, keys, values, *arguments, scale=0.2, kernels=kernels)
     error = float((got.double() - expected).abs().amax())
     return None if error <= _ATTENTION[dtype] else f"attention over {dtype} has an error of {error:.1e}"
+
+
+def _latent_failure(kernels: Native, generator: torch.Generator, dtype: torch.dtype) -> str | None:
+    query, caches = torch.randn(21, 5, 96, generator=generator), torch.randn(2, 5, 1, 16, 64, generator=generator)
+    latents, rotaries = caches[0], caches[1, ..., :32].contiguous()
+    if dtype in QUANTISED:
+        latents, rotaries = to_quantised(latents, dtype), to_quantised(rotaries, dtype)
+        exact = from_quantised(latents).double(), from_quantised(rotaries).double()
+    else:
+        latents, rotaries = latents.to(dtype), rotaries.to(dtype)
+        exact = latents.double(), rotaries.double()
+    starts, contexts = torch.tensor([0, 1, 21], dtype=torch.int32), torch.tensor([37, 44], dtype=torch.int32)
+    tables = torch.tensor([[4, 1, 3], [0, 2, 1]], dtype=torch.int32)
+    expected = latent_attention_reference(query.double(), *exact, tables, starts, contexts, scale=0.1)
+    got = latent_attention_native(query, latents, rotaries, tables, starts, contexts, scale=0.1, kernels=kernels)
+    error = float((got.double() - expected).abs().amax())
+    return None if error <= _ATTENTION[dtype] else f"latent attention over {dtype} has an error of {error:.1e}"

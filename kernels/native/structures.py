@@ -59,6 +59,47 @@ class CAttention(Structure):
     )
 
 
+class CLatentAttention(Structure):
+    """`LatentAttention`."""
+
+    _fields_ = (
+        ("query", c_void_p),
+        ("out", c_void_p),
+        ("latent_cache", c_void_p),
+        ("rotary_cache", c_void_p),
+        ("cache_format", c_int32),
+        ("num_heads", c_int32),
+        ("rank", c_int32),
+        ("rotary_dim", c_int32),
+        ("block_size", c_int32),
+        ("block_tables", c_void_p),
+        ("table_stride", c_int64),
+        ("query_start", c_void_p),
+        ("context_lens", c_void_p),
+        ("num_rows", c_int64),
+        ("scale", c_float),
+    )
+
+
+class CHeadProducts(Structure):
+    """`HeadProducts`."""
+
+    _fields_ = (
+        ("format", c_int32),
+        ("packed", c_void_p),
+        ("tokens", c_int64),
+        ("heads", c_int64),
+        ("outputs", c_int64),
+        ("inputs", c_int64),
+        ("x", c_void_p),
+        ("x_token_stride", c_int64),
+        ("x_head_stride", c_int64),
+        ("out", c_void_p),
+        ("out_token_stride", c_int64),
+        ("out_head_stride", c_int64),
+    )
+
+
 class CSampling(Structure):
     """`Sampling`."""
 

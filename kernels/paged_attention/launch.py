@@ -25,7 +25,7 @@ _SHARES_TILE = 16
 """Maximum number of shares that decode combines at a time."""
 _COMBINED_ELEMENTS = 4096
 """Maximum total number of elements in the shares that decode combines at a time."""
-_MOST_PARTS = 16
+MOST_PARTS = 16
 """Maximum number of parts into which prefill divides the keys."""
 _MIN_PART = 1024
 """Minimum number of keys in a part. With fewer keys, combining the parts costs more than parallelism gains."""
@@ -47,7 +47,7 @@ def parts_of_keys(num_programs: int, num_multiprocessors: int, longest: int) -> 
         waves = -(-num_programs * parts // num_multiprocessors)
         return waves / parts * (1 + 0.05 * (parts - 1))
 
-    return min(range(1, max(1, min(_MOST_PARTS, longest // _MIN_PART)) + 1), key=relative_time)
+    return min(range(1, max(1, min(MOST_PARTS, longest // _MIN_PART)) + 1), key=relative_time)
 
 
 def paged_attention_triton(
@@ -140,7 +140,7 @@ def paged_attention_triton(
                 NUM_HEADS=num_heads,
                 HEAD_DIM=head_dim,
                 DIM_TILE=dim_tile,
-                PARTS_TILE=_MOST_PARTS,
+                PARTS_TILE=MOST_PARTS,
             )
     if min_query_len > 1:
         return out

@@ -39,6 +39,7 @@ from kernels.fp8_linear import Fp8Weight, fp8_linear
 from kernels.kv_cache import write_kv
 from kernels.kv_quantised import DTYPES as KV_DTYPES
 from kernels.kv_quantised import GROUP, INT4, cached_size
+from kernels.latent_attention import latent_attention
 from kernels.norm import rms_norm
 from kernels.paged_attention import paged_attention
 from kernels.qkv import rotate_and_cache
@@ -126,7 +127,15 @@ def cases() -> list[Case]:
             call = partial(_attention, head_dim, 4, 16, kv_dtype=kv_dtype)
             name = f"attention bf16 over {kind}, head_dim {head_dim}, group 4, page 16"
             found.append(Case(name, call, head_dim == 128 or (head_dim, kind) == (64, "fp8")))
+    for num_heads, rank in ((16, 512), (128, 512), (40, 256)):
+        for kind, latent_dtype in {"bf16": torch.bfloat16, "fp32": torch.float32, **KV_DTYPES}.items():
+            for num_tokens in (4, 512):
+                name = f"latent attention over {kind}, {num_heads} heads, rank {rank}, {num_tokens} tokens"
+                latent = partial(_latent_attention, num_heads, rank, num_tokens, latent_dtype)
+                in_ci = rank == 512 and (kind == "bf16" or (num_heads, kind) == (16, "fp8"))
+                found.append(Case(name, latent, in_ci))
     found.append(Case("write_kv 8x128, page 16", _write_kv, True))
+    found.append(Case("write_kv 512 and 64, page 16", _write_latent, True))
     found.append(Case("write_kv 8x128, page 16, fp8", partial(_write_kv, torch.uint8), True))
     found.append(Case("write_kv 8x128, page 16, int8", partial(_write_kv, torch.int8), True))
     found.append(Case("write_kv 8x128, page 16, int4", partial(_write_kv, INT4), True))
@@ -212,6 +221,24 @@ def _attention(
         soft_cap=soft_cap,
         sinks=_meta(8 * group_size, dtype=torch.float32) if with_sinks else None,
     )
+
+
+def _latent_attention(num_heads: int, rank: int, num_tokens: int, kv_dtype: torch.dtype) -> None:
+    latent_attention(
+        _meta(num_tokens, num_heads, rank + 64, dtype=torch.float32 if kv_dtype == torch.float32 else torch.bfloat16),
+        _meta(1024, 1, 16, cached_size(rank, kv_dtype), dtype=kv_dtype),
+        _meta(1024, 1, 16, cached_size(64, kv_dtype), dtype=kv_dtype),
+        _meta(4, 256, dtype=torch.int32),
+        _meta(5, dtype=torch.int32),
+        _meta(4, dtype=torch.int32),
+        max_query_len=max(1, num_tokens - 3),
+        scale=0.1,
+    )
+
+
+def _write_latent() -> None:
+    latents, rotaries = _meta(1024, 1, 16, 512), _meta(1024, 1, 16, 64)
+    write_kv(_meta(32, 1, 512), _meta(32, 1, 64), latents, rotaries, _meta(32, dtype=torch.int64))
 
 
 def _write_kv(kv_dtype: torch.dtype = torch.bfloat16) -> None:

@@ -24,7 +24,7 @@ namespace {
 using namespace quire;
 
 // Version of the ABI: increased with every change of a structure or function, together with ABI in library.py.
-constexpr int kAbi = 13;
+constexpr int kAbi = 14;
 
 const Kernels* kernels_of(int level) {
   switch (level) {
@@ -135,6 +135,15 @@ QUIRE_API uint64_t quire_read(const uint64_t* words, int64_t bytes) {
 
 QUIRE_API void quire_attention(int level, const Attention* attention) {
   attend_pages(*kernels_of(level), *attention);
+}
+
+QUIRE_API void quire_latent_attention(int level, const LatentAttention* attention) {
+  attend_latents(*kernels_of(level), *attention);
+}
+
+QUIRE_API void quire_head_products(int level, const HeadProducts* products) {
+  const Kernels& kernels = *kernels_of(level);
+  parallel_for(products->heads, [&](int64_t head) { kernels.multiply_head(*products, head); });
 }
 
 QUIRE_API void quire_convert(int level, int format, int to_float, const void* x, void* out, int64_t count) {

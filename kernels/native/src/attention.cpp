@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "threads.h"
 
@@ -55,6 +56,121 @@ void attend_pages(const Kernels& kernels, const Attention& a) {
     else if (kv_head % heads == 0)
       attend_tokens(kernels, a, row, kv_head, std::min(kv_head + heads, static_cast<int64_t>(a.num_kv_heads)));
   });
+}
+
+namespace {
+
+constexpr int64_t kPartKeys = 512;  // of latent attention in decode; longer rows have longer parts
+constexpr int64_t kMostParts = 16;
+constexpr int64_t kPartFloats = 8 << 20;  // results of parts that are kept at a time
+
+// Returns the number of keys of a part. It depends only on the power of two above the row's length, so that a draft and
+// the token that verifies it nearly always have the same parts.
+int64_t keys_per_part(int64_t context) {
+  int64_t keys = kPartKeys;
+  while (keys * kMostParts < context) keys *= 2;
+  return keys;
+}
+
+// Tasks of one row, whose results are at `stats` and `sums`.
+struct LatentRow {
+  int64_t row, tokens, first_task, parts, head_groups, heads_per_group;
+  int64_t stats, sums;  // offsets; `sums` is -1 if there is one part, whose sums are the result
+};
+
+LatentRow plan_latent(const LatentAttention& a, int64_t row) {
+  const int64_t tokens = a.query_start[row + 1] - a.query_start[row], context = a.context_lens[row];
+  LatentRow plan{row, tokens, 0, 1, 1, a.num_heads, 0, -1};
+  if (tokens < kFewTokens) {
+    plan.parts = ceil_div(context, keys_per_part(context));
+  } else {  // keys are packed once per group
+    plan.head_groups = std::min<int64_t>(a.num_heads, kTasksPerThread * num_threads());
+    plan.heads_per_group = ceil_div(a.num_heads, plan.head_groups);
+    plan.head_groups = ceil_div(a.num_heads, plan.heads_per_group);
+  }
+  return plan;
+}
+
+}  // namespace
+
+// A row with few tokens is divided by keys, a chunk by heads. Rows are computed in groups, so that the results of their
+// parts need little memory.
+void attend_latents(const Kernels& kernels, const LatentAttention& a) {
+  static thread_local std::vector<LatentRow> rows;
+  static thread_local std::vector<float> stats, sums;
+  for (int64_t next = 0; next < a.num_rows;) {
+    rows.clear();
+    int64_t num_tasks = 0, num_stats = 0, num_sums = 0, num_queries = 0;
+    for (; next < a.num_rows && (rows.empty() || num_sums < kPartFloats); ++next) {
+      const int64_t tokens = a.query_start[next + 1] - a.query_start[next];
+      if (a.context_lens[next] <= 0)  // padding
+        std::memset(a.out + a.query_start[next] * a.num_heads * a.rank, 0,
+                    static_cast<size_t>(tokens * a.num_heads * a.rank) * sizeof(float));
+      if (a.context_lens[next] <= 0 || tokens == 0) continue;
+      LatentRow plan = plan_latent(a, next);
+      plan.first_task = num_tasks;
+      plan.stats = num_stats;
+      num_tasks += plan.parts * plan.head_groups;
+      num_queries += tokens * a.num_heads;
+      num_stats += plan.parts * tokens * a.num_heads;
+      if (plan.parts > 1) {
+        plan.sums = num_sums;
+        num_sums += plan.parts * tokens * a.num_heads * a.rank;
+      }
+      rows.push_back(plan);
+    }
+    if (stats.size() < static_cast<size_t>(2 * num_stats)) stats.resize(2 * num_stats);
+    if (sums.size() < static_cast<size_t>(num_sums)) sums.resize(num_sums);
+    // Threads of the pool would see their own vectors.
+    const LatentRow* const plans = rows.data();
+    const int64_t num_rows = static_cast<int64_t>(rows.size());
+    float* const tops = stats.data();
+    float* const totals = tops + num_stats;
+    float* const partial = sums.data();
+    const auto row_of = [&](int64_t task) -> const LatentRow& {
+      return *(std::upper_bound(plans, plans + num_rows, task,
+                                [](int64_t value, const LatentRow& plan) { return value < plan.first_task; }) - 1);
+    };
+    const auto out_of = [&](const LatentRow& plan) { return a.out + a.query_start[plan.row] * a.num_heads * a.rank; };
+    parallel_for(num_tasks, [&](int64_t task) {
+      const LatentRow& plan = row_of(task);
+      const int64_t queries = plan.tokens * a.num_heads, own = task - plan.first_task;
+      const int64_t part = own / plan.head_groups, group = own % plan.head_groups;
+      const int64_t keys = plan.parts > 1 ? keys_per_part(a.context_lens[plan.row]) : a.context_lens[plan.row];
+      LatentPart p;
+      p.row = plan.row;
+      p.first_head = group * plan.heads_per_group;
+      p.last_head = std::min<int64_t>(p.first_head + plan.heads_per_group, a.num_heads);
+      p.begin = part * keys;
+      p.end = std::min<int64_t>(p.begin + keys, a.context_lens[plan.row]);
+      p.few = plan.tokens < kFewTokens;
+      p.sums = plan.sums < 0 ? out_of(plan) + p.first_head * a.rank : partial + plan.sums + part * queries * a.rank;
+      p.token_stride = a.num_heads * a.rank;
+      // The statistics of a group of heads are contiguous.
+      const int64_t at = plan.stats + part * queries + p.first_head * plan.tokens;
+      p.tops = tops + at;
+      p.totals = totals + at;
+      kernels.attend_latent(a, p);
+    });
+    parallel_chunks(num_queries, 64, [&](int64_t begin, int64_t end) {
+      int64_t first = 0;  // of the row's queries
+      for (int64_t i = 0; i < num_rows && first < end; ++i) {
+        const LatentRow& plan = plans[i];
+        const int64_t queries = plan.tokens * a.num_heads;
+        for (int64_t at = std::max(begin, first); at < std::min(end, first + queries); ++at) {
+          const int64_t token = (at - first) / a.num_heads, head = (at - first) % a.num_heads;
+          const int64_t first_head = head / plan.heads_per_group * plan.heads_per_group;
+          const int64_t heads = std::min<int64_t>(plan.heads_per_group, a.num_heads - first_head);
+          const int64_t stat = plan.stats + first_head * plan.tokens + token * heads + head - first_head;
+          float* const out = out_of(plan) + (token * a.num_heads + head) * a.rank;
+          const float* const from =
+              plan.sums < 0 ? out : partial + plan.sums + (token * a.num_heads + head) * a.rank;
+          kernels.combine_latent(from, tops + stat, totals + stat, plan.parts, queries * a.rank, queries, a.rank, out);
+        }
+        first += queries;
+      }
+    });
+  }
 }
 
 }  // namespace quire

@@ -6,5 +6,6 @@
 namespace quire {
 
 void attend_pages(const Kernels& kernels, const Attention& attention);
+void attend_latents(const Kernels& kernels, const LatentAttention& attention);
 
 }  // namespace quire

@@ -20,6 +20,7 @@ constexpr Kernels with_tiles() {
   kernels.linear = linear_by_tiles;
   kernels.to_activations = to_activation_lines;
   kernels.attend_chunk = attend_chunk_by_tiles;
+  kernels.attend_latent = attend_latent_by_tiles;
   return kernels;
 }
 

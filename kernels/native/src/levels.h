@@ -46,6 +46,43 @@ struct Attention {
   const float* sinks;      // [num_heads]: a score that takes a share of the weights and has no value; or null
 };
 
+// Arguments of latent attention, as defined in kernels/latent_attention.py. Sizes are in elements.
+struct LatentAttention {
+  const float* query;  // [tokens][heads][rank + rotary_dim], contiguous, unscaled
+  float* out;          // [tokens][heads][rank], contiguous
+  const void* latent_cache;  // [blocks][block_size][rank]
+  const void* rotary_cache;  // [blocks][block_size][rotary_dim]
+  int32_t cache_format;  // as in `Attention`
+  int32_t num_heads, rank, rotary_dim, block_size;
+  const int32_t* block_tables;  // [rows][table_stride]
+  int64_t table_stride;
+  const int32_t* query_start;   // [rows + 1]
+  const int32_t* context_lens;  // [rows]
+  int64_t num_rows;
+  float scale;
+};
+
+// The keys begin .. end of one row for the heads first_head .. last_head, with room for the result before the division.
+struct LatentPart {
+  int64_t row, first_head, last_head, begin, end;
+  bool few;  // whether the row has few tokens, each of which gets the bits that it would get alone
+  float* sums;  // [tokens][heads][rank]: weighted sums of the values, `token_stride` from token to token
+  int64_t token_stride;
+  float* tops;    // [tokens][heads]: largest score
+  float* totals;  // [tokens][heads]: sum of exp(score - top)
+};
+
+// Products with a matrix per head, for all tokens: out = x W^T. Strides are in elements.
+struct HeadProducts {
+  int32_t format;      // kFloat32 or kBFloat16, of the weights
+  const void* packed;  // [heads], each packed [outputs][inputs]; both are multiples of 16
+  int64_t tokens, heads, outputs, inputs;
+  const float* x;
+  int64_t x_token_stride, x_head_stride;
+  float* out;
+  int64_t out_token_stride, out_head_stride;
+};
+
 // Arguments of the gated delta rule, as defined in kernels/recurrent.py. Sizes and strides are in elements.
 struct DeltaRule {
   const void* query;  // [rows * tokens][key_heads][key_dim]
@@ -160,6 +197,13 @@ struct Kernels {
   void (*attend_few)(const Attention&, int64_t row, int64_t kv_head);
   // Attention of a row's whole chunk, for all query heads of one KV head.
   void (*attend_chunk)(const Attention&, int64_t row, int64_t kv_head);
+  // Latent attention of all tokens of a row over some of its keys.
+  void (*attend_latent)(const LatentAttention&, const LatentPart&);
+  // Combines the parts of one query: sums and statistics are the strides apart. `out` may be the sums of a single part.
+  void (*combine_latent)(const float* sums, const float* tops, const float* totals, int64_t parts, int64_t part_stride,
+                         int64_t stats_stride, int64_t rank, float* out);
+  // The products of one head.
+  void (*multiply_head)(const HeadProducts&, int64_t head);
   // The gated delta rule of all tokens of a row, for one head of values.
   void (*delta_rule)(const DeltaRule&, int64_t row, int64_t head);
   // The selective scan of all tokens of a row, for one head.

@@ -228,6 +228,42 @@ inline void largest_of_four(const V* x, float* out) {
   _mm_storeu_ps(out, _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1)));
 }
 
+// Writes the `count` first pairs of 16 rows as columns: pair c of row r to line c, lane r. Rows are `stride` elements apart.
+inline void transpose_pairs(const uint16_t* from, int64_t stride, int64_t count, char* to) {
+  const __mmask16 wanted = static_cast<__mmask16>((1u << count) - 1);
+  __m512i a[16], b[16];
+#pragma GCC unroll 16
+  for (int row = 0; row < 16; ++row) a[row] = _mm512_maskz_loadu_epi32(wanted, from + row * stride);
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+    b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
+    a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+    a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
+    a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+#pragma GCC unroll 2
+    for (int half = 0; half < 16; half += 8) {
+      b[half + i] = _mm512_shuffle_i32x4(a[half + i], a[half + i + 4], 0x88);
+      b[half + i + 4] = _mm512_shuffle_i32x4(a[half + i], a[half + i + 4], 0xdd);
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    a[i] = _mm512_shuffle_i32x4(b[i], b[i + 8], 0x88);
+    a[i + 8] = _mm512_shuffle_i32x4(b[i], b[i + 8], 0xdd);
+  }
+#pragma GCC unroll 16
+  for (int c = 0; c < 16; ++c)
+    if (c < count) _mm512_storeu_si512(to + c * kLine, a[c]);
+}
+
 struct BFloat16Step {
   static constexpr bool kGrouped = false;
   using Sum = V;

@@ -264,6 +264,12 @@ struct Float32Step {
   static V to_float(Sum sum) { return sum; }
 };
 
+// Writes the `count` first pairs of 16 rows as columns: pair c of row r to line c, lane r. Rows are `stride` elements apart.
+inline void transpose_pairs(const uint16_t* from, int64_t stride, int64_t count, char* to) {
+  for (int64_t row = 0; row < 16; ++row)
+    for (int64_t c = 0; c < count; ++c) std::memcpy(to + c * kLine + row * 4, from + row * stride + 2 * c, 4);
+}
+
 struct BFloat16Step {
   static constexpr bool kGrouped = false;
   struct Weight {
