@@ -68,6 +68,11 @@ class ModelSizes:
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    """Elements of a key; with latent attention, elements of a latent vector."""
+    rotary_dim: int = 0
+    """Elements of a rotary key, which latent attention stores instead of a value; 0 for other models."""
+    num_absorbed: int = 0
+    """Elements of the projections that the CPU kernels copy for latent attention."""
     num_heads: int = 0
     """Query heads. They affect weights, not KV."""
     hidden_size: int = 0
@@ -151,11 +156,14 @@ def sizes_from_config(config: Mapping[str, Any]) -> ModelSizes:
     """Return the sizes in config.json.
 
     Raises:
-        ConfigError: a size is missing, attention does not store keys and values per head, or layers have a state.
+        ConfigError: a size is missing, layers have a state, or latent attention stores an index too.
     """
     text = config.get("text_config") or config
-    if text.get("kv_lora_rank"):
-        raise ConfigError("model: multi-head latent attention (kv_lora_rank) is not supported; use another model")
+    if text.get("kv_lora_rank") and text.get("index_head_dim"):
+        raise ConfigError(
+            "model: its layers store an index (index_head_dim), which is not counted; use --params with the bytes that"
+            " a worker logs"
+        )
     if not _STATE_FIELDS.isdisjoint(text) or not _STATE_LAYERS.isdisjoint(text.get("layer_types") or ()):
         raise ConfigError(
             "model: its layers have recurrent state, whose size is not in config.json; pass the sizes with --params:"
@@ -174,10 +182,15 @@ def sizes_from_config(config: Mapping[str, Any]) -> ModelSizes:
     experts = size("num_local_experts", size("num_experts", 1))
     inner = size("intermediate_size", 4 * hidden)
     dtype = text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
+    rank = int(text.get("kv_lora_rank") or 0)
+    layers = size("num_hidden_layers")
+    of_head = size("qk_nope_head_dim") + size("v_head_dim") if rank else 0
     return ModelSizes(
-        num_layers=size("num_hidden_layers"),
-        num_kv_heads=size("num_key_value_heads", heads),
-        head_dim=size("head_dim", hidden // heads),
+        num_layers=layers,
+        num_kv_heads=1 if rank else size("num_key_value_heads", heads),
+        head_dim=rank or size("head_dim", hidden // heads),
+        rotary_dim=size("qk_rope_head_dim") if rank else 0,
+        num_absorbed=layers * heads * of_head * rank,
         num_heads=heads,
         hidden_size=hidden,
         intermediate_size=size("moe_intermediate_size", inner) if experts > 1 else inner,
@@ -343,7 +356,8 @@ _PARAMS = {
 def kv_bytes(sizes: ModelSizes, kv_type: str, tensor_parallel_size: int = 1) -> int:
     """Return the size in bytes of one token's KV on one card."""
     heads = _kv_heads_per_card(sizes, tensor_parallel_size)
-    return kv_bytes_per_token([(heads, (sizes.head_dim, sizes.head_dim))] * sizes.num_layers, kv_type)
+    widths = (sizes.head_dim, sizes.rotary_dim or sizes.head_dim)
+    return kv_bytes_per_token([(heads, widths)] * sizes.num_layers, kv_type)
 
 
 def _kv_heads_per_card(sizes: ModelSizes, cards: int) -> int:
@@ -358,6 +372,12 @@ def kv_formula(sizes: ModelSizes, kv_type: str) -> str:
     """Return the formula for one token's KV size, as text with this model's numbers."""
     chosen = KV_TYPES[kv_type]
     size = "1/2 byte" if chosen.bits == 4 else f"{chosen.bits // 8} byte{'s' if chosen.bits > 8 else ''}"
+    if sizes.rotary_dim:
+        widths = (sizes.head_dim, sizes.rotary_dim)
+        scales = sum(map(chosen.vector_bytes, widths)) - sum(widths) * chosen.bits // 8
+        per_layer = f"({sizes.head_dim} latent + {sizes.rotary_dim} rotary elements) x {size}"
+        per_layer = f"({per_layer} + {scales} bytes of scales)" if scales else per_layer
+        return f"{sizes.num_layers} layers x {per_layer}"
     per_head = f"{sizes.head_dim} head_dim x {size}"
     if chosen.group:
         count = sizes.head_dim // chosen.group
@@ -397,7 +417,8 @@ def weights_bytes(
     of_layers = "codes" if on_gpu else of_layers
     if sizes.num_parameters:
         per_weight = {"none": float(element), "int8": 1.0, "int4": 4.5 / 8, "fp8": 1.0}[quantization]
-        return -int(-sizes.num_parameters * per_weight // tensor_parallel_size)
+        absorbed = sizes.num_absorbed * element if on_cpu else 0
+        return -int(-sizes.num_parameters * per_weight // tensor_parallel_size) + absorbed
     if not (sizes.num_heads and sizes.hidden_size and sizes.intermediate_size and sizes.vocab_size):
         raise ConfigError(
             "--params: the weights are not known; add parameters=NUMBER, or hidden, heads, intermediate and vocab"

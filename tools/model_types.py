@@ -73,11 +73,11 @@ _FIELDS: dict[int, str] = {
     _WINDOW: "sliding_window attention_window sliding_window_size local_attention",
     _EXPERTS: "num_local_experts num_experts moe_num_experts router_num_experts",
     40: "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size",
-    16: "head_dim kv_channels dim_head query_pre_attn_scalar kv_lora_rank qk_nope_head_dim v_head_dim"
+    16: "head_dim kv_channels dim_head query_pre_attn_scalar kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"
     " index_head_dim state_size ssm_state_size mamba_d_state linear_key_head_dim linear_head_dim",
-    24: "q_lora_rank qk_head_dim linear_value_head_dim",
-    32: "index_n_heads mamba_d_head mamba_head_dim chunk_size mamba_chunk_size",
-    8: "n_routed_experts rotary_dim qk_rope_head_dim",
+    24: "q_lora_rank linear_value_head_dim",
+    32: "index_n_heads qk_head_dim mamba_d_head mamba_head_dim chunk_size mamba_chunk_size",
+    8: "n_routed_experts rotary_dim",
     2 * _HIDDEN: "mamba_d_ssm",
     2: "num_experts_per_tok num_experts_per_token moe_k moe_topk encoder_layers eos_token_id n_groups mamba_n_groups"
     " mamba_ngroups",
@@ -127,7 +127,7 @@ _KINDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("moe", "mlp", "dummy"), ()),
 }
 """What the cache stores for each kind of layer; for other kinds, keys and values for the whole context."""
-_LATENT = {"head_dim": 8, "num_key_value_heads": _HEADS}
+_LATENT = {"head_dim": 16, "num_key_value_heads": _HEADS}
 """Sizes of classes whose heads have a part without rotation."""
 
 
@@ -315,7 +315,7 @@ def _kinds(config: PretrainedConfig, served: Model | None) -> str:
     text: Any = config.get_text_config(decoder=True)
     layers = set(getattr(text, "layer_types", None) or getattr(text, "attention_layers", None) or ["full_attention"])
     kinds = {kind for layer in layers for kind in _KINDS.get(layer, ("full",))}
-    if isinstance(served, CacheModel) and getattr(text, "kv_lora_rank", None):
+    if isinstance(served, CacheModel | InterfaceModel) and getattr(text, "kv_lora_rank", None):
         kinds = (kinds - {"full"}) | {"latent"}
     if layers == {"full_attention"} and getattr(text, "sliding_window", None):
         kinds = {"window"} if getattr(text, "use_sliding_window", True) else kinds

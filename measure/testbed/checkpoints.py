@@ -131,7 +131,7 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "DeepseekV3ForCausalLM": (
         "DeepseekV3Config",
         _SIZES
-        | {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+        | {"q_lora_rank": 24, "kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
         | {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "n_group": 2}
         | {"topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4},
     ),

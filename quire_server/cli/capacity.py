@@ -103,7 +103,7 @@ def run(options: Namespace) -> int:
         max_tokens_per_step=options.max_num_batched_tokens,
         tensor_parallel_size=options.tensor_parallel_size,
     )
-    if reason := unsuitable_heads(serving.kv_type, [sizes.head_dim]):
+    if reason := unsuitable_heads(serving.kv_type, [sizes.head_dim, sizes.rotary_dim or sizes.head_dim]):
         raise CommandError(f"--kv-cache-dtype: {reason}")
     if sizes.num_heads % serving.tensor_parallel_size:
         raise CommandError(
@@ -269,7 +269,7 @@ def _page(
         num_rows = f"{serving.max_rows} row{'' if serving.max_rows == 1 else 's'}"
         each = f"({num_rows} + {serving.num_checkpoints} checkpoints) x {sizes.state_bytes:,} bytes"
         lines.append(f"State          {size_text(memory.state)} = {each}")
-    if sizes.num_heads > sizes.num_kv_heads:
+    if sizes.num_heads > sizes.num_kv_heads and not sizes.rotary_dim:
         factor = sizes.num_heads / sizes.num_kv_heads
         lines.append(
             f"               The {sizes.num_heads} query heads do not count: with them it would be {factor:g} times as"

@@ -41,7 +41,7 @@ def test_every_type_is_as_surveyed() -> None:
     [
         ("qwen2", Finding("Qwen2ForCausalLM", "own code", kinds="full")),
         ("olmo2", Finding("Olmo2ForCausalLM", "attention interface", kinds="full")),
-        ("deepseek_v3", Finding("DeepseekV3ForCausalLM", "cache interface", kinds="latent")),
+        ("deepseek_v3", Finding("DeepseekV3ForCausalLM", "attention interface", kinds="latent")),
         (
             "rwkv",
             Finding("RwkvForCausalLM", "refused", "its class in transformers keeps recurrent state outside of a cache"),

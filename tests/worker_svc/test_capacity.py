@@ -41,6 +41,8 @@ def predicted_memory(
         ("Qwen2ForCausalLM", {"kv_cache_dtype": "fp8", "max_model_len": 300}),
         ("Gemma2ForCausalLM", {}),
         ("GPT2LMHeadModel", {}),
+        ("DeepseekV3ForCausalLM", {}),
+        ("DeepseekV3ForCausalLM", {"dtype": "bfloat16", "kv_cache_dtype": "int8"}),
     ],
 )
 def test_the_formulas_are_what_a_worker_allocates(model: str, settings: dict[str, Any], tmp_path: Path) -> None:

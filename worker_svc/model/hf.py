@@ -19,9 +19,10 @@ from transformers.utils import logging as transformers_logging
 from kernels.native.serving import native
 from shared.config import ConfigError
 from shared.logging import get_logger
-from worker_svc.model import families, hf_cache, hf_interface, hf_packed, hf_trial
+from worker_svc.model import families, hf_cache, hf_interface, hf_latent, hf_packed, hf_trial
 from worker_svc.model.config import decoder_config
 from worker_svc.model.decoder_config import text_config
+from worker_svc.model.hf_attention import PAGED
 from worker_svc.model.hf_model import TransformersModel, UnsuitableError
 from worker_svc.model.quantised import log_form
 from worker_svc.model.scheme import read_quantisation
@@ -80,7 +81,12 @@ def load(
     # `transformers` uses the pad token only for a warning about padding, which synchronises with the device in every
     # step. Use `vars`, because some configurations reject the assignment of None.
     vars(decoder.config)["pad_token_id"] = None
+    hf_latent.prepare(decoder)
     model = _choose(architecture, decoder, device, num_positions)
+    if model.attention == PAGED:
+        hf_latent.pack(decoder)
+    else:
+        hf_latent.restore(decoder)
     if kernels is not None:
         hf_packed.quantise_layers(decoder, quantization, kernels)
         _try_packed(architecture, decoder, model, quantization, num_positions)

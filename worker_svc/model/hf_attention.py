@@ -3,7 +3,8 @@
 `transformers` finds attention functions by name (`AttentionInterface`). This module registers two names:
 
 * `PAGED` writes keys and values to the paged KV cache and attends over it. It has no mask function, so that
-  `transformers` builds no mask. This saves work and, on CUDA, a synchronisation in every step.
+  `transformers` builds no mask. This saves work and, on CUDA, a synchronisation in every step. Layers with latent
+  attention (`hf_latent`) pass latent vectors and rotary keys instead.
 * `PROBE` computes nothing and records the arguments of each layer's call. Its mask function returns the size of the
   sliding window instead of a mask, because some layers get their window only through the mask.
 
@@ -21,7 +22,8 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from kernels.kv_cache import write_kv
 from kernels.paged_attention import DecodeSchedule, paged_attention
-from worker_svc.model.base import AttentionInputs, KVCache
+from worker_svc.model.base import AttentionInputs, KVCache, KVShape
+from worker_svc.model.hf_latent import layer_of, unexpanded
 
 PAGED = "quire_paged"
 PROBE = "quire_probe"
@@ -42,6 +44,13 @@ class LayerCall:
     causal: bool
     unknown: tuple[str, ...]
     """Tensor arguments that may change the result and that paged attention does not support."""
+    latent: bool = False
+    """Whether keys and values are latent vectors and rotary keys."""
+
+    @property
+    def kv_shape(self) -> KVShape:
+        """What the layer stores per token."""
+        return KVShape(self.num_kv_heads, self.head_dim, self.value_dim if self.latent else 0)
 
 
 @dataclass(slots=True)
@@ -80,7 +89,8 @@ def running(step: PagedStep) -> Iterator[None]:
     """Make `PAGED` attention use this step within the context."""
     token = _STEP.set(step)
     try:
-        yield
+        with unexpanded():
+            yield
     finally:
         _STEP.reset(token)
 
@@ -91,7 +101,8 @@ def recording() -> Iterator[Recording]:
     recorded = Recording()
     token = _RECORDING.set(recorded)
     try:
-        yield recorded
+        with unexpanded():
+            yield recorded
     finally:
         _RECORDING.reset(token)
 
@@ -109,6 +120,8 @@ def _attend_paged(
 ) -> tuple[torch.Tensor, None]:
     """Compute attention of query `[n, num_heads, t, head_dim]`, key and value `[n, num_kv_heads, t, head_dim]`.
 
+    In a layer with latent attention, the key is the latent vector `[n, 1, t, rank]` and the value the rotary key.
+
     n is 1 for tokens of several rows, or the number of rows with t tokens each. `s_aux` `[num_heads]` are attention
     sinks.
 
@@ -122,6 +135,13 @@ def _attend_paged(
     k_cache, v_cache = cache
     new_query, new_key, new_value = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
     write_kv(new_key, new_value, k_cache, v_cache, step.attention.slot_mapping)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    latent = layer_of(module)
+    if latent is not None:
+        if softcap is not None or s_aux is not None:
+            raise NotImplementedError("latent attention with a soft cap or sinks")
+        attended = latent.attend(new_query, cache, step.attention, scale)
+        return attended.view(query.shape[0], query.shape[2], *attended.shape[1:]), None
     attended = paged_attention(
         new_query,
         k_cache,
@@ -132,7 +152,7 @@ def _attend_paged(
         max_query_len=step.attention.max_query_len,
         min_query_len=step.attention.min_query_len,
         num_leading_decodes=step.attention.num_leading_decodes,
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        scale=scale,
         sliding_window=step.windows[layer],
         soft_cap=softcap,
         sinks=None if s_aux is None else s_aux.float().contiguous(),
@@ -155,6 +175,7 @@ def _record(
     window = sliding_window or (None if attention_mask is None else int(attention_mask.flatten()[0]) or None)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     unknown = (name for name, given in others.items() if isinstance(given, torch.Tensor))
+    latent = layer_of(module)
     _RECORDING.get().calls.append(
         LayerCall(
             layer=getattr(module, "layer_idx", None),
@@ -164,10 +185,12 @@ def _record(
             sliding_window=window,
             causal=bool(causal),
             unknown=tuple(name for name in unknown if name not in _HARMLESS_TENSORS),
+            latent=latent is not None,
         )
     )
     _, num_heads, num_tokens, _ = query.shape
-    return query.new_zeros(1, num_tokens, num_heads, value.shape[3]), None
+    value_dim = value.shape[3] if latent is None else latent.value_dim
+    return query.new_zeros(1, num_tokens, num_heads, value_dim), None
 
 
 def _window_as_mask(*_: object, local_size: int | None = None, **__: object) -> torch.Tensor:

@@ -556,7 +556,7 @@ def probe_windows(decoder: PreTrainedModel, layers: Layers, device: torch.device
         raise UnsuitableError("its class takes no positions")
     calls = hf_interface.probe_some(decoder, device)
     stored = {index: layer.kv for index, layer in enumerate(layers) if layer.kv is not None}
-    called = {index: KVShape(call.num_kv_heads, call.head_dim) for index, call in calls.items()}
+    called = {index: call.kv_shape for index, call in calls.items()}
     if not stored or {index: (kv.num_kv_heads, *kv.widths) for index, kv in stored.items()} != {
         index: (kv.num_kv_heads, *kv.widths) for index, kv in called.items()
     }:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from worker_svc.model.base import AttentionInputs, KVCache, KVShape
+from worker_svc.model.base import AttentionInputs, KVCache
 from worker_svc.model.decoder_config import text_config
 from worker_svc.model.hf_attention import PAGED, PROBE, LayerCall, PagedStep, recording, running
 from worker_svc.model.hf_model import TransformersModel, UnsuitableError
@@ -23,7 +23,7 @@ class InterfaceModel(TransformersModel):
 
     def __init__(self, decoder: PreTrainedModel, calls: Sequence[LayerCall]) -> None:
         ordered = sorted(calls, key=lambda call: call.layer or 0)
-        super().__init__(decoder, [KVShape(call.num_kv_heads, call.head_dim) for call in ordered])
+        super().__init__(decoder, [call.kv_shape for call in ordered])
         self._windows = tuple(call.sliding_window for call in ordered)
 
     def _run(
@@ -83,6 +83,8 @@ def _calls(decoder: PreTrainedModel, device: torch.device) -> list[LayerCall]:
     for call in recorded.calls:
         if call.unknown:
             raise UnsuitableError(f"its attention uses unsupported arguments: {', '.join(call.unknown)}")
-        if call.head_dim != call.value_dim or not call.causal:
+        if (call.head_dim != call.value_dim and not call.latent) or not call.causal:
             raise UnsuitableError("its attention is not causal, or its keys and values differ in size")
+        if call.latent and call.sliding_window is not None:
+            raise UnsuitableError("its latent attention has a sliding window")
     return recorded.calls
