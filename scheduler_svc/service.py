@@ -234,7 +234,7 @@ class SchedulerService:
             now = time.monotonic()
             self._apply(self._journal.restored, now)
         more, began = False, time.monotonic()
-        while not self._stopping:
+        while not (self._stopping or self.successor):
             if not more:
                 descriptors = journal_descriptors + self._explanations.descriptors
                 readable = sockets if standbys is None else (*sockets, *standbys.sockets)
@@ -375,8 +375,9 @@ class SchedulerService:
             self._journal.commit()
             written, durable = self._journal.written, self._journal.durable
         if self._standbys is not None:
-            num_workers = len(self._workers)
-            self._standbys.send(self._journal, now, num_workers=num_workers, num_frontends=len(self._frontends))
+            if not self._standbys.may_send(time.monotonic()):
+                return False
+            self._standbys.send(self._journal, now, num_workers=len(self._workers))
             if self._config.journal_sync == "standby":
                 durable = min(durable, self._standbys.acknowledged())
         for peer, reason in self._frontends.flush(written, durable).items():
@@ -517,6 +518,8 @@ class SchedulerService:
 
     def _send_plans(self) -> None:
         """Send the plans that were made. One wake-up of ZeroMQ's thread then serves several of them."""
+        if self._standbys is not None and not self._standbys.may_send(time.monotonic()):
+            self._unsent.clear()
         for plan in self._unsent:
             if self._send_to_worker(plan.peer, plan.frame, plan.began) and plan.worker_id:
                 self._metrics.plan_sent(plan.worker_id, plan.step, plan.num_tokens, plan.began, time.monotonic())

@@ -23,6 +23,9 @@ from shared.logging import get_logger
 _RENEWALS = 5
 """Number of attempts to renew or acquire a lease within its duration."""
 
+_LOOK_S = 0.02
+"""Interval at which the end of the thread is awaited."""
+
 log = get_logger()
 
 
@@ -109,6 +112,8 @@ class Election:
         self.woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """File descriptor that becomes readable when this scheduler begins to lead."""
         self._last_holder = ""
+        self._watches = False
+        """Whether the thread waits for the end of another scheduler's lease."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="election", daemon=True)
         self._reaches_store = True
@@ -130,7 +135,9 @@ class Election:
     def end(self) -> None:
         """Release the lease if it is held. Call this after the sockets and folders of this scheduler are closed."""
         self._ended.set()
-        self._thread.join()
+        # The watch may take as long as the lease, and the thread does nothing after it.
+        while self._thread.is_alive() and not self._watches:
+            self._thread.join(_LOOK_S)
         if self._tenure.number and self._tenure.held_until:
             try:
                 self._store.revoke(self._store.token, self.interval_s)
@@ -147,6 +154,13 @@ class Election:
         if self._store.holder != self._last_holder:
             self._last_holder = self._store.holder
             log.info("leader lease: another scheduler holds it", holder=self._last_holder)
+
+    def _watch(self) -> bool:
+        self._watches = True
+        try:
+            return self._store.await_end(self.interval_s)
+        finally:
+            self._watches = False
 
     def _run(self) -> None:
         began, has_ended = time.monotonic(), False
@@ -171,7 +185,7 @@ class Election:
                         os.eventfd_write(self.woken, 1)
                     else:
                         self._note_holder()
-                        has_ended = self._store.await_end(self.interval_s)
+                        has_ended = self._watch()
             # A store that responds with something else cannot be used either.
             except (LeaseError, LookupError, TypeError, ValueError) as error:
                 if self._reaches_store:

@@ -142,13 +142,21 @@ class Standbys:
             self.read(now)
             wait_readable(self.sockets, end - now)
 
-    def read(self, now: float) -> None:
-        """Handle all messages that have arrived, and the end of the lease."""
+    def may_send(self, now: float) -> bool:
+        """Return whether this scheduler still leads. Without its lease, it steps down.
+
+        The process may have been stopped since `read`, so ask again before anything is sent.
+        """
         if self._election is not None and not self._election.may_send(now):
             if not self.successor:
                 log.warning("leader lease: not renewed in time; if its store is slow, increase --leader-lease-s")
             # The holder of the next lease leads under this number or a higher one.
             self._step_down(self._number + 1, silent=True)
+        return not self.must_be_silent
+
+    def read(self, now: float) -> None:
+        """Handle all messages that have arrived, and the end of the lease."""
+        self.may_send(now)
         if self._router is not None and is_readable(self._router):
             while (received := receive_peer(self._router)) is not None:
                 self._handle(*received, now)
@@ -158,7 +166,7 @@ class Standbys:
                     if message.leads and message.leader_number > self._number:
                         self._step_down(message.leader_number, silent=True)
 
-    def send(self, journal: Journal | None, now: float, *, num_workers: int, num_frontends: int) -> None:
+    def send(self, journal: Journal | None, now: float, *, num_workers: int) -> None:
         """Send what the standbys lack, and heartbeats."""
         if self._router is None and not self._links:
             return
@@ -170,7 +178,7 @@ class Standbys:
                 self._send_parts(peer, standby, journal, now)
             if now - standby.informed_at >= TICK_S:
                 standby.informed_at = now
-                self._send(peer, JournalPart(num_workers=num_workers, num_frontends=num_frontends))
+                self._send(peer, JournalPart(num_workers=num_workers))
         if now >= self.wake_at:
             self._ticked_at = now
             self._expire(now)

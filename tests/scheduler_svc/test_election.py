@@ -4,19 +4,28 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import pytest
+import zmq
 
+from protos.quire.link.v1 import link_pb2
+from scheduler_svc.service import SchedulerService
 from scheduler_svc.standby.election import Election, LeaseError, LeaseStore
 from scheduler_svc.standby.stores import open_store
-from shared.config import ConfigError
+from scheduler_svc.standby.waiting import Succession
+from shared.config import ConfigError, SchedulerConfig
+from shared.frames import LINK_MAX_MESSAGE, PLAN_MAX_MESSAGE
+from shared.telemetry import Telemetry
 from tests.scheduler_svc import lease_servers
+from tests.scheduler_svc.test_service import FrontendPeer, WorkerPeer
 from tests.scheduler_svc.test_standby import Scheduler, _begin, _log, _take_over
 
 WAIT_S = 60
@@ -147,6 +156,101 @@ def test_an_election_has_one_winner_at_any_time(opened: Open) -> None:
         leading[0].end()
         elections.remove(leading[0])
     assert numbers == sorted(set(numbers))
+
+
+class _Watched:
+    """Store whose lease another scheduler holds for ever; a watch lasts until `release` is set."""
+
+    holder, token = "other", ""
+
+    def __init__(self) -> None:
+        self.is_watched, self.release = threading.Event(), threading.Event()
+
+    def acquire(self, highest: int, timeout_s: float) -> int:
+        return 0
+
+    def renew(self, timeout_s: float) -> bool:
+        raise NotImplementedError
+
+    def await_end(self, timeout_s: float) -> bool:
+        self.is_watched.set()
+        return self.release.wait(WAIT_S)
+
+    def revoke(self, token: str, timeout_s: float) -> None:
+        raise NotImplementedError
+
+
+def test_a_standby_that_exits_does_not_wait_for_its_watch() -> None:
+    """A watch takes as long as a fifth of the lease, which may be 12 s."""
+    store = _Watched()
+    election = Election(store, 60.0)
+    election._highest, election.interval_s = 0, 0.01
+    assert store.is_watched.wait(WAIT_S)
+
+    election.end()
+
+    assert not store.release.is_set()
+    assert election.number == 0
+    store.release.set()
+
+
+class _EndingLease:
+    """Lease that ends when `has_ended` is set."""
+
+    has_ended = False
+
+    def may_send(self, now: float) -> bool:
+        return not self.has_ended
+
+
+def test_a_leader_that_is_stopped_within_a_turn_sends_nothing_of_that_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lease ends after the turn has read a result: neither its token nor the next plan is sent."""
+    config = SchedulerConfig(
+        frontend_address=f"ipc://{tmp_path}/f", worker_address=f"ipc://{tmp_path}/w",
+        standby_address=f"ipc://{tmp_path}/s", journal=f"{tmp_path}/journal", record_dir="off",
+    )  # fmt: skip
+    lease, telemetry = _EndingLease(), Telemetry("test")
+    service = SchedulerService(config, telemetry, 1 << 40, succession=Succession(7), election=cast("Election", lease))
+    take_in, num_results = service._take_in_results, 0
+
+    def ends_after_a_result() -> bool:
+        more = take_in()
+        lease.has_ended = service._num_results > num_results
+        return more
+
+    thread = threading.Thread(target=service.run)
+    thread.start()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    frontend = FrontendPeer(context, config.frontend_address, "f/1", LINK_MAX_MESSAGE)
+    worker = WorkerPeer(context, config.worker_address, "w/1", PLAN_MAX_MESSAGE)
+    try:
+        frontend.hello()
+        worker.hello()
+        frontend.submit(1)
+        plan = worker.until("plan")
+        num_results = service._num_results
+        monkeypatch.setattr(service, "_take_in_results", ends_after_a_result)
+        while frontend.has_message():
+            frontend.receive()
+
+        worker.answer(plan, [0], [11])
+        thread.join(WAIT_S)
+
+        assert not thread.is_alive()
+        assert service.successor == 8
+        while frontend.has_message(200):
+            assert not link_pb2.CoreMessage.FromString(frontend.receive()).tokens
+    finally:
+        lease.has_ended = True
+        service.stop()
+        thread.join(WAIT_S)
+        frontend.close()
+        worker.close()
+        service.close()
+        telemetry.shutdown()
+        context.destroy(linger=0)
 
 
 def test_a_lease_object_of_kubernetes_may_be_changed_by_others(tmp_path: Path) -> None:

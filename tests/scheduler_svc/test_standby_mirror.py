@@ -2,16 +2,28 @@
 
 import os
 import random
+import threading
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+import zmq
 
 from protos.quire.journal.v1.replication_pb2 import JournalPart
+from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.journal.journal import Journal
 from scheduler_svc.journal.recovery import Found, to_event
 from scheduler_svc.standby.cursor import PART_BYTES, WINDOW_BYTES, Cursor, Part
 from scheduler_svc.standby.leader_number import NumberFile, Numbers, ReplacedError
+from scheduler_svc.standby.leading import Standbys
 from scheduler_svc.standby.mirror import GapError, Mirror
+from scheduler_svc.standby.waiting import Standby
+from shared.columns import to_column
+from shared.config import SchedulerConfig
+from shared.pulse import Pulse
+from shared.request_spec import RequestSpec
+from shared.sockets import wait_readable
 from tests.scheduler_svc.test_journal import Known, Written, _known
 
 
@@ -179,3 +191,43 @@ def test_a_scheduler_that_was_replaced_does_not_lead_after_a_restart(tmp_path: P
         first.read().to_start(99_000)
     assert first.read().to_take_over(500) > successor
     assert second.read().to_start(99_000) == successor
+
+
+def test_a_slow_standby_completes_its_first_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding a long copy takes longer than the leader may be silent, but the standby does not begin again."""
+    apply = Mirror.apply
+
+    def slowly(mirror: Mirror) -> None:
+        time.sleep(0.1)
+        apply(mirror)
+
+    monkeypatch.setattr(Mirror, "apply", slowly)
+    journal = Journal(tmp_path / "leader", max_bytes=1 << 30, keep_s=60.0)
+    prompt = to_column(np.arange(100_000))
+    for stream in range(1, 21):
+        spec = RequestSpec(f"r{stream}", 100_000, 9, identity=b"%016d" % stream)
+        journal.note(ef.LogBegun(frontend=b"f/1", stream=stream, spec=spec, tokens=prompt, scores=()))
+        journal.commit()
+    config = SchedulerConfig(journal=f"{tmp_path}/standby", standby_of=f"ipc://{tmp_path}/s")
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    leader = Standbys(context, address=config.standby_of, others=(), number=5)
+    standby = Standby(context, config, Numbers())
+    thread = threading.Thread(target=standby.run, args=(Pulse(),))
+    thread.start()
+    try:
+        end = time.monotonic() + 60
+        while not leader.stats(journal).ready:
+            assert time.monotonic() < end
+            leader.read(time.monotonic())
+            leader.send(journal, time.monotonic(), num_workers=0)
+            wait_readable(leader.sockets, 0.01)
+
+        assert leader.stats(journal).dropped == 0
+        assert leader._num_copies == 1
+    finally:
+        standby.stop()
+        thread.join()
+        standby.close()
+        leader.close()
+        journal.close()
+        context.destroy(linger=0)

@@ -230,7 +230,6 @@ class JournalPart(_message.Message):
     IS_COMPLETE_FIELD_NUMBER: _builtins.int
     OLDEST_SEGMENT_FIELD_NUMBER: _builtins.int
     NUM_WORKERS_FIELD_NUMBER: _builtins.int
-    NUM_FRONTENDS_FIELD_NUMBER: _builtins.int
     COPY_FIELD_NUMBER: _builtins.int
     segment: _builtins.int
     """Number of the leader's segment. 0: this message has no bytes."""
@@ -245,9 +244,7 @@ class JournalPart(_message.Message):
     oldest_segment: _builtins.int
     """With is_complete: the oldest segment that is still needed."""
     num_workers: _builtins.int
-    """Numbers of workers and of front ends that are connected to the leader."""
-    num_frontends: _builtins.int
-    """See num_workers."""
+    """Number of workers that are connected to the leader."""
     copy: _builtins.int
     """Number of the copy to which this part belongs. Each copy starts with `starts_over`."""
     def __init__(
@@ -260,12 +257,11 @@ class JournalPart(_message.Message):
         is_complete: _builtins.bool = ...,
         oldest_segment: _builtins.int = ...,
         num_workers: _builtins.int = ...,
-        num_frontends: _builtins.int = ...,
         copy: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy", b"copy", "data", b"data", "is_complete", b"is_complete", "num_frontends", b"num_frontends", "num_workers", b"num_workers", "offset", b"offset", "oldest_segment", b"oldest_segment", "segment", b"segment", "starts_over", b"starts_over"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy", b"copy", "data", b"data", "is_complete", b"is_complete", "num_workers", b"num_workers", "offset", b"offset", "oldest_segment", b"oldest_segment", "segment", b"segment", "starts_over", b"starts_over"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
