@@ -1,13 +1,14 @@
 """Front end of `measure.scheduler.takeover`: the real link to the scheduler with many streams, and no clients.
 
 The process prints `running` when every stream has tokens. When every stream has a token of another scheduler, and after
-some further time, it checks all tokens and prints one line of JSON (`Report`).
+some further time or when a file exists, it checks all tokens and prints one line of JSON (`Report`).
 """
 
 import argparse
 import asyncio
 import functools
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -93,8 +94,8 @@ class Client:
             self._firsts.append(int(tokens[0]))
             self._streams.append(Stream(request, _NoText(), functools.partial(self._woken, place)))
 
-    async def run(self, timeout_s: float) -> Report:
-        """Submit the streams, wait for a takeover, and return the results.
+    async def run(self, timeout_s: float, until: str) -> Report:
+        """Submit the streams, wait for a takeover and for the file `until` if it is named, and return the results.
 
         Raises:
             TimeoutError: the streams do not run, or no other scheduler leads.
@@ -111,6 +112,8 @@ class Client:
             print("running", flush=True)
             longest_s = await self._longest_iteration()
         await asyncio.sleep(_MORE_S)
+        if until:
+            await asyncio.to_thread(_await_file, until)
         report = Report(
             pauses=(self._after - self._before).round(4).tolist(),
             went_on_at=self._after.round(4).tolist(),
@@ -159,9 +162,14 @@ class Client:
         return int((tokens != wanted).sum())
 
 
+def _await_file(name: str) -> None:
+    while not os.path.exists(name):
+        time.sleep(0.1)
+
+
 async def _run(options: argparse.Namespace) -> Report:
     client = Client(options.address, options.index, options.streams, options.prompt_tokens, options.max_tokens)
-    return await client.run(options.timeout_s)
+    return await client.run(options.timeout_s, options.until)
 
 
 def main() -> int:
@@ -173,6 +181,7 @@ def main() -> int:
     parser.add_argument("--prompt-tokens", type=int, required=True)
     parser.add_argument("--max-tokens", type=int, required=True)
     parser.add_argument("--timeout-s", type=float, required=True)
+    parser.add_argument("--until", default="", help="continue until this file exists")
     options = parser.parse_args()
     configure_logging("mock-frontend")
     print(json.dumps(asdict(asyncio.run(_run(options)))), flush=True)
