@@ -203,6 +203,8 @@ class SchedulerService:
         """Plans that were made in this turn and not sent yet, in order."""
         self._arriving: Iterator[bool] = iter(())
         """Handles the rest of a front end's frame, which was too long for one turn."""
+        self._read_all_at = self._started_at
+        """Time at which every frame that front ends had sent was handled."""
         self._arriving_at = 0.0
         """Time at which the events from front ends happen that are handled now, s."""
         self._snapshots = MetricSnapshots(self._frontends, self._families_in_parts)
@@ -349,7 +351,8 @@ class SchedulerService:
         self._part_done(1)
         self._lose_gone(time.monotonic())
         self._part_done(2)
-        more |= self._take_in_requests()
+        has_requests = self._take_in_requests()
+        more |= has_requests
         self._part_done(3)
         now = time.monotonic()
         if now >= self._look_at():
@@ -367,7 +370,8 @@ class SchedulerService:
             more |= self._snapshots.proceed(now)
             self._part_done(5)
         self._planned_at = now
-        if now >= self._settled_at:
+        # After a takeover, requests are read first, because a front end that waits too long reconnects.
+        if now >= self._settled_at and not (has_requests and now < self._settles_by < math.inf):
             more |= self._plan_for(self._core.due_workers(now), now)
         self._part_done(6)
         written, durable = 0, 0.0
@@ -414,6 +418,7 @@ class SchedulerService:
             if not next(self._arriving, False):
                 frame = receive_from(socket) if is_readable(socket) else None
                 if frame is None:
+                    self._read_all_at = now
                     return False
                 self._arriving_at = time.monotonic()
                 self._arriving = self._frontend_frame(*frame)
@@ -631,7 +636,8 @@ class SchedulerService:
     # ---------------------------------------------------------------- time and outgoing messages
 
     def _tick(self, now: float) -> None:
-        for peer in self._frontends.expired(now):
+        # A front end is not silent while its frames wait here.
+        for peer in self._frontends.expired(self._read_all_at):
             self._lose_frontend(peer, "its lease expired", now)
         for outgoing in self._frontends.neglected(now):
             outgoing.set_state(self._core.service_state(), self._log_level, self._leader_number)

@@ -10,8 +10,11 @@ from protos.quire.link.v1 import link_pb2
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.frontend import hub as frontend_hub
 from scheduler_svc.frontend.hub import FrontendHub
+from scheduler_svc.service import SchedulerService
+from shared.config import SchedulerConfig
 from shared.frames import LINK_MAX_MESSAGE
 from shared.sockets import connect_dealer, receive_from
+from shared.telemetry import Telemetry
 
 STATE = ef.ServiceChanged(ready=True, model=None, max_model_len=0, block_size=0, max_call_requests=0, max_call_tokens=0)
 
@@ -68,3 +71,22 @@ def test_a_front_end_whose_reports_wait_behind_its_submissions_still_hears_from_
         assert len(list(hub.neglected(now + 1.5))) == 1
         assert list(hub.neglected(now + 2.0)) == []
         hub.socket.close()
+
+
+def test_a_front_end_is_not_silent_while_its_frames_wait_for_the_scheduler(tmp_path: Path) -> None:
+    """Its lease counts until all frames that had arrived were read, because a busy scheduler may read them late."""
+    config = SchedulerConfig(frontend_address=f"ipc://{tmp_path}/f", worker_address=f"ipc://{tmp_path}/w")
+    telemetry = Telemetry("test")
+    service = SchedulerService(config, telemetry, 1)
+    now = time.monotonic()
+    service._frontends.heard(b"f/1", now, version=1)
+    later = now + config.frontend_lease_s + 1.0
+
+    service._tick(later)
+    assert b"f/1" in service._frontends
+
+    service._read_all_at = later
+    service._tick(later)
+    assert b"f/1" not in service._frontends
+    service.close()
+    telemetry.shutdown()
