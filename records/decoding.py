@@ -332,6 +332,11 @@ class Decoder:
                 rows = np.union1d(rows, np.array(message.rows_added, np.int32))
             worker.answered_rows = rows
         num_tokens = message.num_tokens if message.HasField("num_tokens") else len(rows)
+        copy_s = delay_s = message.copy_s if message.HasField("copy_s") else message.copy_ns / NS
+        if message.HasField("copy_delay_s"):
+            delay_s = message.copy_delay_s
+        elif message.HasField("copy_delay_ns"):
+            delay_s = message.copy_delay_ns / NS
         return ev.StepDone(
             worker=peer,
             epoch=message.epoch if message.HasField("epoch") else worker.epoch,
@@ -365,7 +370,8 @@ class Decoder:
             ],
             completed_copies=list(message.copies),
             copied_blocks=message.copied_blocks,
-            copy_s=message.copy_s if message.HasField("copy_s") else message.copy_ns / NS,
+            copy_s=copy_s,
+            copy_delay_s=delay_s,
             idle_s=message.idle_s if message.HasField("idle_s") else message.idle_ns / NS,
         )
 

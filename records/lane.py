@@ -148,7 +148,7 @@ class Lane:
                 now,
                 received=timings.received_unix_us / 1e6,
                 forward_began=timings.started_unix_us / 1e6,
-                before_s=timings.prepare_us / 1e6 + done.copy_s,
+                before_s=timings.prepare_us / 1e6 + done.copy_delay_s,
                 busy_s=(timings.forward_us + timings.sample_us) / 1e6,
             )
             times |= {"prepare_us": timings.prepare_us, "forward_us": timings.forward_us}

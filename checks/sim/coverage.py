@@ -40,6 +40,7 @@ class Limit(enum.Enum):
     DISK_READ = "a block read from disk"
     DISK_LISTED = "a worker lists blocks on disk from before"
     DISK_FAILED = "a block not written or read"
+    COPIES_OVERLAP = "copies between device and host that overlap with a step"
     MOVED_BACK_IN_PARTS = "a request waits for the rest of its prefix in host memory"
     CREDIT = "held out for credit"
     SESSION = "a new session waits for memory"

@@ -132,6 +132,8 @@ class Scenario:
     num_checkpoints: int = 0
     """Number of recurrent states that each worker can save."""
     disk: DiskShape = DiskShape()
+    copies_overlap: bool = False
+    """Whether copies between device and host overlap with steps, as on a GPU."""
 
     @property
     def shares_prefixes(self) -> bool:
@@ -166,6 +168,7 @@ def draw(seed: int, *, faults: bool = True) -> Scenario:
         state_bytes=_draw_state(seed),
         num_checkpoints=_draw_checkpoints(seed, max_num_seqs),
         disk=_draw_disk_shape(seed, step),
+        copies_overlap=random.Random(f"copies of {seed}").random() < 1 / 2,
     )
     compares = random.Random(f"twins of {seed}").random() < _COMPARED_SHARE
     return replace(_with_thresholds(_with_target(_with_room(scenario, context))), compares=compares)

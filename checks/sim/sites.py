@@ -132,6 +132,7 @@ class Site:
             max_draft_tokens=size.max_draft_tokens,
             rng=random.Random(f"drafts of {peer!r}"),
             copy_s=self._world.scenario.pace.copy,
+            copies_overlap=self._world.scenario.copies_overlap,
         )
         self.disk.mount(self.model)
         self._world.feed(self.model.hello(self.worker_id, self.hello_reason))
@@ -242,7 +243,12 @@ class Site:
         num_tokens = plan.num_tokens
         if answer.draft_counts is not None:
             num_tokens += int(answer.draft_counts.sum())
-        end = start + jitter * (pace.step + pace.per_token * num_tokens) + answer.copy_s
+        computing_s = jitter * (pace.step + pace.per_token * num_tokens)
+        if epoch.model.copies_overlap:
+            answer.copy_delay_s = max(0.0, answer.copy_s - computing_s)
+            if answer.copied_blocks:
+                world.coverage.limit(Limit.COPIES_OVERLAP)
+        end = start + computing_s + answer.copy_delay_s
         if self.epoch is not epoch or start > epoch.dead_from:
             return failed
         if fault is not None:

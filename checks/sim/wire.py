@@ -105,6 +105,7 @@ def _result(event: ev.StepDone) -> plan_pb2.StepResult:
     result.completed_copies = to_column(list(event.completed_copies))
     result.timings.copied_blocks = event.copied_blocks
     result.timings.copy_ns = round(event.copy_s * 1e9)
+    result.timings.copy_delay_ns = round(event.copy_delay_s * 1e9)
     result.timings.idle_before_ns = round(event.idle_s * 1e9)
     return result
 

@@ -26,8 +26,12 @@ class Work(NamedTuple):
     """KV tokens that the decode rows read, summed over the rows."""
     prefill_context: int
     """KV tokens that the prompt tokens read, summed over the tokens."""
-    copied_blocks: int = 0
-    """Blocks that are copied between device and host."""
+    copied_out: int = 0
+    """Blocks that are copied to the host."""
+    copied_in: int = 0
+    """Blocks that are copied to the device."""
+    awaited: int = 0
+    """Copies that the step waits for: of blocks that it writes or reads itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +51,8 @@ class Costs:
     """Time per pair of a prompt token and a KV token that it reads."""
     block_copy_s: float = 0.0
     """Time per block copied between device and host."""
+    copies_overlap: bool = False
+    """Whether copies in each direction run concurrently with the step, as on a GPU."""
     kv_tokens: int
     """Tokens that the KV cache holds."""
     host_tokens: int = 0
@@ -69,8 +75,20 @@ class Costs:
         return self.kv_tokens // self.block_size
 
     def seconds(self, work: Work) -> float:
-        """Return the time for a step; 0 if it computes nothing."""
-        if not (work.prefill or work.decodes or work.copied_blocks):
+        """Return the time from the beginning of a step to its result; 0 if it computes and copies nothing.
+
+        Copies that overlap begin with the step, in both directions at the same time, and the result waits for them. The
+        step itself waits only for copies of blocks that it writes or reads.
+        """
+        computing_s, copied = self.computing_s(work), work.copied_out + work.copied_in
+        if not self.copies_overlap:
+            return (computing_s or self.constant_s) + self.block_copy_s * copied if copied else computing_s
+        awaited_s = self.block_copy_s * work.awaited
+        return max(awaited_s + computing_s, self.block_copy_s * max(work.copied_out, work.copied_in))
+
+    def computing_s(self, work: Work) -> float:
+        """Return the time for a step without its copies; 0 if it computes nothing."""
+        if not (work.prefill or work.decodes):
             return 0.0
         return (
             self.constant_s
@@ -78,7 +96,6 @@ class Costs:
             + self.decode_s * work.decodes
             + self.context_s * work.context
             + self.prefill_context_s * work.prefill_context
-            + self.block_copy_s * work.copied_blocks
         )
 
 
@@ -93,6 +110,7 @@ PRESETS = {
             decode_s=10e-6,
             context_s=131_072 / 3e12,
             block_copy_s=16 * 131_072 / 25e9,
+            copies_overlap=True,
             kv_tokens=409_600,
         ),
         # Roughly a 70B model in bf16 on four H100: 327,680 bytes of KV per token. 148 GB remain after the weights.
@@ -103,6 +121,7 @@ PRESETS = {
             decode_s=12e-6,
             context_s=27e-9,
             block_copy_s=16 * 327_680 / 100e9,
+            copies_overlap=True,
             kv_tokens=450_560,
         ),
     )
@@ -139,6 +158,10 @@ def read_costs(name: str) -> Costs:
     for key, value in fields.items():
         if key not in types:
             raise ConfigError(f"--costs: {name}: unknown field {key!r}; use {', '.join(types)}")
+        if types[key] is bool:
+            if not isinstance(value, bool):
+                raise ConfigError(f"--costs: {name}: {key} is {value!r}; use true or false")
+            continue
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
         if key != "name" and not is_number:
             raise ConfigError(f"--costs: {name}: {key} is {value!r}; use a number of at least 0")
@@ -163,7 +186,8 @@ def of_service(name: str, service: Service) -> Costs:
         decode_s=times.decode_s,
         context_s=times.context_s,
         prefill_context_s=times.prefill_context_s,
-        block_copy_s=times.block_copy_s,
+        block_copy_s=times.block_copy_s + times.block_overlap_s,
+        copies_overlap=times.block_overlap_s > times.block_copy_s,
         kv_tokens=worker.num_blocks * worker.block_size,
         max_model_len=worker.model.max_model_len,
         block_size=worker.block_size,

@@ -12,7 +12,7 @@ from measure.policies.costs import Costs, Work
 from measure.policies.engine import Ended, Engine, News, Step
 from measure.policies.jobs import Job, first_token
 from quire import __version__
-from records.whatif.rows import Admitted, Rows
+from records.whatif.rows import Admitted, Rows, Shape
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import CoreConfig
@@ -47,7 +47,7 @@ class QuireEngine(Engine):
         self._core = Scheduler(config, 1 << 62)
         self._root = root_key(_FINGERPRINT, b"")
         self._block_size = costs.block_size
-        self._block_copy_s = costs.block_copy_s
+        self._costs = costs
         self._peers = {b"worker/%d" % number: number for number in range(num_workers)}
         self._names = list(self._peers)
         self._rows: list[Rows] = []
@@ -186,26 +186,42 @@ class QuireEngine(Engine):
         )
         rows.grow(plan.append_rows)
         rows.hold(plan.holds, plan.releases)
-        copies = (*plan.swap_outs, *plan.swap_ins)
-        copied = sum(len(copy.sources) for copy in copies)
-        work = rows.compute(plan.chunk_rows, plan.chunk_lengths, copied)
-        index = work.lengths - self._num_prompt[work.requests] - 1
+        computed = rows.compute(plan.chunk_rows, plan.chunk_lengths)
+        work = self._work(plan, computed.shape)
+        copied = work.copied_out + work.copied_in
+        copying_s = copied * self._costs.block_copy_s
+        index = computed.lengths - self._num_prompt[computed.requests] - 1
         self._num_steps += 1
         self._answers[self._num_steps] = ev.StepDone(
             worker=plan.worker,
             epoch=plan.epoch,
             step=plan.step,
-            rows=work.rows.astype(np.int32),
-            tokens=((self._first_output[work.requests] + index) % (1 << 30)).astype(np.int32),
-            completed_copies=[copy.copy_id for copy in copies],
+            rows=computed.rows.astype(np.int32),
+            tokens=((self._first_output[computed.requests] + index) % (1 << 30)).astype(np.int32),
+            completed_copies=[copy.copy_id for copy in (*plan.swap_outs, *plan.swap_ins)],
             copied_blocks=copied,
-            copy_s=copied * self._block_copy_s,
+            copy_s=copying_s,
+            copy_delay_s=self._costs.seconds(work) - self._costs.computing_s(work) if copied else 0.0,
         )
-        shape = work.shape
-        return Step(
-            worker=worker,
-            number=self._num_steps,
-            work=Work(shape.prefill, shape.decodes, shape.context, shape.prefill_context, copied),
+        return Step(worker=worker, number=self._num_steps, work=work)
+
+    @staticmethod
+    def _work(plan: Plan, shape: Shape) -> Work:
+        """Return the work of a plan. A step waits for the copies of blocks that it reads or writes."""
+        sources = [copy.sources for copy in plan.swap_outs]
+        targets = [copy.targets for copy in plan.swap_ins]
+        awaited = 0
+        if sources or targets:
+            used = np.concatenate([plan.append_blocks, *(each.blocks for each in plan.admissions)])
+            awaited = int(np.isin(np.concatenate(sources + targets), used).sum())
+        return Work(
+            prefill=shape.prefill,
+            decodes=shape.decodes,
+            context=shape.context,
+            prefill_context=shape.prefill_context,
+            copied_out=sum(map(len, sources)),
+            copied_in=sum(map(len, targets)),
+            awaited=awaited,
         )
 
     def _know(self, number: int, job: Job) -> None:

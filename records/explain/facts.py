@@ -35,6 +35,7 @@ class Step:
     forward_s: float = 0.0
     sample_s: float = 0.0
     copy_s: float = 0.0
+    """How much longer the step took because of block copies."""
     idle_s: float = 0.0
     """How long the device had been idle before the step."""
     decodes: frozenset[StreamKey] = frozenset()

@@ -539,7 +539,7 @@ class _Pass:
             busy = (timings.forward_us + timings.sample_us) / 1e6
             began = timings.started_unix_us / 1e6
             worker.clock.learn(planned, self._now, timings.received_unix_us / 1e6, began + busy)
-            started = worker.clock.to_core(began - timings.prepare_us / 1e6 - done.copy_s)
+            started = worker.clock.to_core(began - timings.prepare_us / 1e6 - done.copy_delay_s)
         self._num_steps += 1
         is_sample = self._num_steps % (1 + self._num_steps // _MAX_SAMPLES) == 0
         is_wanted = self._wanted_step == (worker.worker_id, done.step)
@@ -554,7 +554,7 @@ class _Pass:
             prepare_s=timings.prepare_us / 1e6 if timings is not None else 0.0,
             forward_s=timings.forward_us / 1e6 if timings is not None else 0.0,
             sample_s=timings.sample_us / 1e6 if timings is not None else 0.0,
-            copy_s=done.copy_s,
+            copy_s=done.copy_delay_s,
             idle_s=done.idle_s,
             decodes=decodes,
             chunks=chunks,

@@ -123,6 +123,8 @@ class ModelWorker:
     num_disk_blocks: int = 0
     copy_s: float = 0.0
     """Seconds to copy one block; 0 if the worker does not report this."""
+    copies_overlap: bool = False
+    """Whether copies overlap with steps and delay none. Otherwise they delay the step by their whole time."""
     max_draft_tokens: int = 0
     rng: random.Random = field(default_factory=lambda: random.Random(1))
     """Decides how many drafts are proposed and accepted."""
@@ -675,4 +677,5 @@ class ModelWorker:
             completed_copies=[copy.copy_id for copy in copies],
             copied_blocks=copied if self.copy_s else 0,
             copy_s=copied * self.copy_s,
+            copy_delay_s=0.0 if self.copies_overlap else copied * self.copy_s,
         )

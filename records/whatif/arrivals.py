@@ -274,7 +274,9 @@ class _Pass:
             worker.rows.accept(work, accepted)
         if work.num_rows:
             shape = work.shape._replace(drafts=int(verified.sum()))
-            self._samples.append(Sample(shape, planned=at, previous=worker.answered, answered=now))
+            self._samples.append(
+                Sample(shape, at, worker.answered, now, overlap_s=max(0.0, done.copy_s - done.copy_delay_s))
+            )
             self._timeline.step(work.num_rows, now - started, drafts=shape.drafts, accepted=int(accepted.sum()))
         worker.answered = now
         self._timeline.tokens(work.requests, now)

@@ -410,7 +410,8 @@ class _Simulation:
             ],
             completed_copies=[copy.copy_id for copy in copies],
             copied_blocks=copied,
-            copy_s=times.block_copy_s * copied,
+            copy_s=(times.block_copy_s + times.block_overlap_s) * copied,
+            copy_delay_s=times.block_copy_s * copied,
             idle_s=idle,
         )
         if self._watch is not None:

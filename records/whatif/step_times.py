@@ -57,6 +57,8 @@ class Sample(NamedTuple):
     previous: float
     """When the result of the previous step came; 0 for the first step."""
     answered: float
+    overlap_s: float = 0.0
+    """Time of block copies that overlapped with the step."""
 
 
 Spread: TypeAlias = tuple[tuple[float, tuple[float, ...]], ...]
@@ -97,7 +99,9 @@ class StepTimes:
     prefill_context_s: float
     """Per pair of a prompt token and a token whose KV it reads."""
     block_copy_s: float
-    """Per block that is swapped."""
+    """Per block that is swapped: how much longer the step takes."""
+    block_overlap_s: float = 0.0
+    """Per block that is swapped: the rest of the copy's time, which overlaps with the step."""
     drafting_s: float = 0.0
     """Per step with drafts, in addition to `draft_s` for each draft."""
     draft_s: float = 0.0
@@ -237,6 +241,8 @@ def learn(samples: Sequence[Sample], begin: float | None = None) -> StepTimes:
         context_s=float(coefficients[3]),
         prefill_context_s=float(coefficients[4]),
         block_copy_s=float(coefficients[5]),
+        block_overlap_s=sum(each.overlap_s for each in samples)
+        / max(1, sum(each.shape.copied_blocks for each in samples)),
         draft_s=float(coefficients[6]),
         drafting_s=float(coefficients[7]),
         link_s=link_s,

@@ -145,7 +145,7 @@ class StepView:
                 now,
                 received=timings.received_unix_ns / _NS,
                 forward_began=timings.started_unix_ns / _NS,
-                before_s=timings.prepare_ns / _NS + done.copy_s,
+                before_s=timings.prepare_ns / _NS + done.copy_delay_s,
                 busy_s=(timings.forward_ns + timings.sample_ns) / _NS,
             )
         start = max(start, worker.end)

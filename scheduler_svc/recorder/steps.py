@@ -184,6 +184,10 @@ def write_answer(
         message.copy_ns = round(answer.copy_s * NS)
         if message.copy_ns / NS != answer.copy_s:
             message.copy_s = answer.copy_s
+    if answer.copy_delay_s != answer.copy_s:
+        message.copy_delay_ns = round(answer.copy_delay_s * NS)
+        if message.copy_delay_ns / NS != answer.copy_delay_s:
+            message.copy_delay_s = answer.copy_delay_s
     if answer.idle_s:
         message.idle_ns = round(answer.idle_s * NS)
         if message.idle_ns / NS != answer.idle_s:

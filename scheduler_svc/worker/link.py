@@ -236,7 +236,9 @@ def _step_done(peer: ev.Peer, epoch: int, result: plan_pb2.StepResult) -> tuple[
         completed_copies = from_column(copy_column).tolist() if copy_column else ()
     except MalformedColumnError as error:
         raise MalformedFrameError(str(error)) from None
-    copied_blocks, copy_ns, idle_ns, energy_uj = _COPIES_OF(timings)
+    copied_blocks, copy_ns, delay_ns, idle_ns, energy_uj = _COPIES_OF(timings)
+    if copied_blocks and not timings.HasField("copy_delay_ns"):
+        delay_ns = copy_ns
     event = ev.StepDone(
         worker=peer,
         epoch=epoch,
@@ -260,6 +262,7 @@ def _step_done(peer: ev.Peer, epoch: int, result: plan_pb2.StepResult) -> tuple[
         completed_copies=completed_copies,
         copied_blocks=copied_blocks,
         copy_s=copy_ns / 1e9,
+        copy_delay_s=delay_ns / 1e9,
         idle_s=idle_ns / 1e9,
         energy_j=energy_uj / 1e6,
     )
@@ -278,7 +281,7 @@ _RESULT_OF = attrgetter(
     "embeddings",
     "timings",
 )
-_COPIES_OF = attrgetter("copied_blocks", "copy_ns", "idle_before_ns", "energy_uj")
+_COPIES_OF = attrgetter("copied_blocks", "copy_ns", "copy_delay_ns", "idle_before_ns", "energy_uj")
 
 
 def _failed_row(failure: plan_pb2.RowFailure) -> ev.FailedRow:

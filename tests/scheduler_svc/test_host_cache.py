@@ -220,6 +220,20 @@ def test_blocks_move_if_both_copies_cost_less_than_computing_those_that_return()
     assert not cost.move_pays(5.9, return_chance=0.2)
 
 
+def test_copies_that_overlap_cost_only_the_wait_for_them() -> None:
+    """A copy to the host costs next to nothing if it delays no step. The copy back must be faster than computing."""
+    cost = CopyCost()
+    for _ in range(3):
+        cost.measured(4, 4.0, 0.0)
+
+    assert cost.overlaps
+    assert cost.move_pays(1.2, return_chance=0.2)
+    assert not cost.move_pays(0.9, return_chance=0.2)
+    for _ in range(40):
+        cost.measured(4, 4.0, 4.0)
+    assert not cost.overlaps
+
+
 def test_moving_is_tried_again() -> None:
     """After 4 decisions against moving a block is moved, then after 8; a block that moves faster starts anew."""
     cost = CopyCost()
@@ -237,9 +251,18 @@ def test_moving_is_tried_again() -> None:
 LIMITS: dict[str, object] = {"max_num_seqs": 8, "max_num_batched_tokens": 16}
 
 
-def _cluster(*, num_blocks: int = 88, num_host_blocks: int = 400, copy_s: float = 1e-9, **limits: object) -> Cluster:
+def _cluster(
+    *,
+    num_blocks: int = 88,
+    num_host_blocks: int = 400,
+    copy_s: float = 1e-9,
+    copies_overlap: bool = False,
+    **limits: object,
+) -> Cluster:
     cluster = Cluster(**(LIMITS | limits))
-    worker = ModelWorker(b"w/1", num_blocks, 4, 8, num_host_blocks=num_host_blocks, copy_s=copy_s)
+    worker = ModelWorker(
+        b"w/1", num_blocks, 4, 8, num_host_blocks=num_host_blocks, copy_s=copy_s, copies_overlap=copies_overlap
+    )
     cluster.join(worker)
     return cluster
 
@@ -322,6 +345,21 @@ def test_a_long_prefix_is_copied_by_several_plans() -> None:
     assert first_admissions[-1] >= 1, "the last copies and the admission are in one plan"
     assert not any(first_admissions[:-1]), "another request overtook the copies"
     assert third.tokens == expected_output([5, 6], 5, set())
+
+
+def test_no_step_waits_for_copies_that_overlap() -> None:
+    """If copies overlap with steps, a request starts with the plan after the last copies of its prefix."""
+    cluster = _cluster(copies_overlap=True)
+    _serve(cluster, 1, _prompt(1))
+    _fill(cluster, 20)
+    num_plans = len(cluster.plans)
+    assert _serve(cluster, 2, [*_prompt(1), 7, 8]) == 40
+
+    plans = cluster.plans[num_plans:]
+    copying = [number for number, plan in enumerate(plans) if plan.swap_ins]
+    (admitting,) = [number for number, plan in enumerate(plans) if plan.admissions]
+    assert copying
+    assert admitting == copying[-1] + 1
 
 
 def test_copies_for_a_short_prompt_leave_a_long_one_its_half(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,8 +89,8 @@ def test_swapped_kv_comes_back_as_it_was(
 def test_copies_run_beside_the_steps(tmp_path: Path) -> None:
     """On an accelerator, copies run beside the steps and wait only where they must.
 
-    A swap-out waits for the steps before it. Steps wait for swap-ins, and for a swap-out only if they write its source.
-    A plan without tokens is answered after its copies are made.
+    A swap-out waits for the steps before it, and a swap-in for the swap-out that wrote its source. Steps wait only for
+    copies of blocks that their plan uses. The result of a plan is sent after its copies.
     """
     device = FakeAccelerator()
     folder = make_checkpoint("LlamaForCausalLM", tmp_path)
@@ -119,7 +119,40 @@ def test_copies_run_beside_the_steps(tmp_path: Path) -> None:
     assert waiting(out) == ["copies"]
     assert not engine.ready()
     assert from_column(collect(engine).completed_copies).tolist() == [7]
-    assert waiting(back) == ["steps"]
-    assert waiting(overwrites) == ["copies", "steps"]
-    for copy in (8, 7):
-        assert from_column(collect(engine).completed_copies).tolist() == [copy]
+    assert waiting(back) == []
+    assert waiting(overwrites) == ["copies", "copies", "steps"]
+    uses = plan_pb2.Plan(
+        step=4,
+        admissions=[
+            plan_pb2.Admission(
+                generation=1,
+                token_ids=to_column(list(range(3, 20))),
+                block_tables=[to_column([5, 6, 7])],
+                num_prompt_tokens=17,
+                num_computed_tokens=16,
+            )
+        ],
+        chunk_rows=to_column([0]),
+        chunk_lengths=to_column([1]),
+    )
+    assert waiting(uses) == ["steps", "copies"], "the copies after the step are those of its results"
+    results = [collect(engine) for _ in range(3)]
+    assert [from_column(result.completed_copies).tolist() for result in results] == [[8], [7], []]
+    assert [result.timings.copied_blocks for result in results] == [2, 2, 0]
+    assert [result.timings.copy_delay_ns > 0 for result in results] == [False, True, True]
+
+
+def test_copies_on_a_cpu_delay_the_step(tmp_path: Path) -> None:
+    """A worker without an accelerator reports the whole time of its copies as a delay."""
+    engine = make_engine(make_checkpoint("LlamaForCausalLM", tmp_path), block_size=8, host_cache="1MiB")
+    launch(
+        engine,
+        plan_pb2.Plan(
+            step=1,
+            swap_out_blocks=to_column([1, 2]),
+            swap_out_host_blocks=to_column([0, 1]),
+            copy_ids=to_column([7]),
+        ),
+    )
+    timings = collect(engine).timings
+    assert timings.copy_delay_ns == timings.copy_ns > 0

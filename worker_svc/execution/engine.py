@@ -73,7 +73,7 @@ class _Launched:
     prepare_ns: int
     spans: tuple[Span, ...]
     in_flight: StepInFlight
-    copies: tuple[Copies, Copies]
+    copies: tuple[Copies, ...]
     copy_ids: Int32Array
     scored: Wanted | None
     """Rows that need log-probabilities of their sampled tokens."""
@@ -233,7 +233,7 @@ class Engine:
                 prepare_ns=prepare_ns,
                 spans=self._tracing.begin_step(plan, batch, began_unix_ns),
                 in_flight=in_flight,
-                copies=(swapped_out, swapped_in),
+                copies=(*swapped_out, *swapped_in),
                 copy_ids=plan.copy_ids,
                 scored=None if batch is None else self._sampler.wanted(batch),
                 prompt_parts=() if batch is None else batch.prompt_parts,
@@ -445,7 +445,8 @@ def _not_finite(row: int, generation: int, reason: str) -> RowFailure:
 
 def _timings(launched: _Launched, times: DeviceTimes) -> StepTimings:
     """Return the measurements of a step whose copies are complete."""
-    swapped = len(launched.copy_ids) > 0
+    overran = (launched.in_flight.ns_until(each.ended) for each in launched.copies if each.ended is not None)
+    delay_ns = sum(copies.delay_ns() for copies in launched.copies) + max(overran, default=0)
     return StepTimings(
         received_unix_ns=launched.received_unix_ns,
         started_unix_ns=times.started_unix_ns,
@@ -454,6 +455,7 @@ def _timings(launched: _Launched, times: DeviceTimes) -> StepTimings:
         sample_ns=times.sample_ns,
         idle_before_ns=times.idle_before_ns,
         num_tokens=launched.num_tokens,
-        copied_blocks=sum(copies.num_blocks for copies in launched.copies) if swapped else 0,
-        copy_ns=sum(copies.elapsed_ns() for copies in launched.copies) if swapped else 0,
+        copied_blocks=sum(copies.num_blocks for copies in launched.copies),
+        copy_ns=sum(copies.elapsed_ns() for copies in launched.copies),
+        copy_delay_ns=delay_ns,
     )

@@ -80,6 +80,10 @@ class StepInFlight(Protocol):
         """Return the sampled tokens; wait for the device if necessary."""
         ...
 
+    def ns_until(self, event: Event) -> int:
+        """Return the ns from the end of the step to `event`, 0 if it is earlier; the device must have reached both."""
+        ...
+
     def result(self) -> tuple[StepOutput, DeviceTimes]:
         """Return the sampled tokens and the times; wait for the device if necessary."""
         ...
@@ -117,6 +121,10 @@ class DoneStep:
     def tokens(self) -> Int32Array:
         """See `StepInFlight.tokens`."""
         return self.output.tokens
+
+    def ns_until(self, event: Event) -> int:
+        """Return 0, because the step has not run on a device."""
+        return 0
 
     def result(self) -> tuple[StepOutput, DeviceTimes]:
         """See `StepInFlight.result`."""
@@ -225,6 +233,10 @@ class EnqueuedStep:
         self._events[-1].synchronize()
         tokens: Int32Array = self._on_host.tokens.numpy()
         return tokens
+
+    def ns_until(self, event: Event) -> int:
+        """See `StepInFlight.ns_until`."""
+        return max(0, self._events[2].ns_until(event))
 
     def result(self) -> tuple[StepOutput, DeviceTimes]:
         """See `StepInFlight.result`."""

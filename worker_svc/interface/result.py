@@ -91,6 +91,7 @@ class StepTimings:
     num_tokens: int
     copied_blocks: int = 0
     copy_ns: int = 0
+    copy_delay_ns: int = 0
     energy_uj: int = 0
     """Energy of the step, uJ; 0 if not known."""
     idle_energy_uj: int = 0

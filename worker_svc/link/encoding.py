@@ -180,6 +180,7 @@ def _timings(timings: StepTimings) -> plan_pb2.StepTimings:
         num_tokens=timings.num_tokens,
         copied_blocks=timings.copied_blocks,
         copy_ns=timings.copy_ns,
+        copy_delay_ns=timings.copy_delay_ns if timings.copied_blocks or timings.copy_delay_ns else None,
     )
 
 

@@ -285,6 +285,8 @@ class StepDone:
     copied_blocks: int = 0
     copy_s: float = 0.0
     """Duration of these copies, s."""
+    copy_delay_s: float = 0.0
+    """How much longer the step took because of the copies, s; the rest of `copy_s` overlapped with the step."""
     idle_s: float = 0.0
     """Time that the device was idle before the step, s."""
     energy_j: float = 0.0

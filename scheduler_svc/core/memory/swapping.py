@@ -25,11 +25,15 @@ from scheduler_svc.core.memory.host_pool import HostPool
 from scheduler_svc.core.memory.prefix_directory import PrefixDirectory
 
 SHARE = 0.25
-"""Copies of cached blocks to the host take at most this share of the time of steps, on average."""
+"""Copies of cached blocks to the host that delay steps take at most this share of their time, on average."""
 STEP_SHARE = 0.5
 """The same for one step."""
 _SAVED_STEPS = 32
 """Number of steps whose unused share later steps can use."""
+_RESERVED_PLANS = 2
+"""If copies overlap with steps, the blocks of this many plans are free in advance: a step waits for the copies of the
+blocks that it takes.
+"""
 _RESERVE_PART = 8
 """At most one device block in this many is free in advance."""
 _HOPE = 1 / 4000
@@ -75,6 +79,8 @@ class SwapSpace:
         self.caches = caches and num_host_blocks > 0
         self.pays = self.caches
         """Whether cached blocks move here at present, because copying is faster than computing."""
+        self.overlaps = False
+        """Whether copies overlap with steps."""
         self.keys = HostKeys(num_host_blocks, directory, epoch)
         self.pool = HostPool(num_host_blocks, self.keys)
         self.disk: DiskSpace | None = None
@@ -88,9 +94,11 @@ class SwapSpace:
         self._gain = 1.0 / max(_LEAST_MEMORY, num_host_blocks // _MEMORY_PART)
         """Weight of one block in it."""
         self.credit_s = 0.0
-        """Time that the next plan may use for copies of cached blocks to the host, s."""
+        """Time that the next plan may use for copies of cached blocks to the host, s, if they delay steps."""
         self.step_s = 0.0
         """Time that one plan may use for them, s."""
+        self.planned_s = 0.0
+        """Expected time of the last planned step, s."""
         self.reserve = 0
         """Number of device blocks to keep free, about as many as recent plans took."""
         self._next_id = 1
@@ -195,10 +203,13 @@ class SwapSpace:
         credit_s = self.credit_s + SHARE * expected_s - num_moved * block_s
         self.credit_s = min(credit_s, max(_SAVED_STEPS * SHARE * expected_s, block_s))
         self.step_s = max(STEP_SHARE * expected_s, block_s)
+        self.planned_s = expected_s
         self.return_chance += _HOPE * (1.0 - self.return_chance)
 
     def blocks_taken(self, num_taken: int, num_blocks: int) -> None:
         """Adapt the number of device blocks to keep free; a plan took `num_taken` of the device's `num_blocks`."""
+        if self.overlaps:
+            num_taken *= _RESERVED_PLANS
         reserve = max(num_taken, int(self.reserve * _DECAY), 1)
         self.reserve = min(reserve, max(1, num_blocks // _RESERVE_PART))
 

@@ -5,8 +5,12 @@ moves as many as recent plans have taken, so that later plans find free blocks. 
 by the plan that takes it. If the budget of copies is used up, the block is lost.
 
 In: a waiting request whose prefix continues on the host gets the next blocks on the device, from the front, and they
-become shareable with this plan. Copies take a part of the step's budget for prompts, according to their time. So a long
-prefix is copied by several plans, and the request starts with the last of them.
+become shareable with this plan. A long prefix is copied by several plans.
+
+* If copies delay steps, they take a part of the step's budget for prompts, according to their time. The request starts
+  with the last of these plans.
+* If copies overlap with steps, they take as long as a step. The request starts with the plan after them, so that no
+  step waits for them.
 """
 
 from math import ceil
@@ -25,6 +29,9 @@ from shared.prefix_keys import KEY_BYTES
 _UNKNOWN = 8
 """Maximum number of blocks that a plan copies in one direction before a copy was measured."""
 
+_ALONE_S = 0.05
+"""Least time for copies that overlap with steps, if they delay no running request, s."""
+
 
 class HostCopies:
     """The copies of cached blocks in one plan."""
@@ -35,7 +42,10 @@ class HostCopies:
         self.ins: list[BlockCopy] = []
         self.outs: list[BlockCopy] = []
         self._budget: int | None = None
-        """Budget tokens left for copies to the device. Started prompts keep half of the step's budget."""
+        """Budget tokens left for copies to the device that delay steps. Started prompts keep half of the step's budget.
+        """
+        self._left_s: float | None = None
+        """Time left for copies to the device that overlap with the step, s."""
         self._most = 0
         """Maximum number of blocks to copy to the host."""
         if worker.pool.num_cached:
@@ -44,12 +54,15 @@ class HostCopies:
 
     def _affordable(self) -> int:
         """Return how many blocks the plan may copy to the host."""
-        worker = self._worker
-        worker.swap.pays = worker.costs.moves(worker.rows.block_size, worker.swap.return_chance)
-        if not worker.swap.pays:
+        worker, space = self._worker, self._worker.swap
+        space.pays = worker.costs.moves(worker.rows.block_size, space.return_chance)
+        space.overlaps = worker.costs.copies_overlap
+        if not space.pays:
             return 0
         block_s = worker.costs.block_copy_s
-        return int(min(worker.swap.credit_s, worker.swap.step_s) / block_s) if block_s else _UNKNOWN
+        if space.overlaps:
+            return int(max(space.planned_s, _ALONE_S) / block_s)
+        return int(min(space.credit_s, space.step_s) / block_s) if block_s else _UNKNOWN
 
     def restore(self, request: Request, match: Match) -> Match | None:
         """Copy the next blocks of a request's prefix back to the device.
@@ -57,20 +70,17 @@ class HostCopies:
         The caller has checked that the device has room for the whole request.
 
         Returns:
-            The parts of the request's KV on the device. None if a later plan must copy the rest.
+            The parts of the request's KV on the device. None if the request must wait for a later plan.
         """
         worker, host = self._worker, match.host
         size, pool, first = worker.rows.block_size, worker.pool, len(match.blocks)
         cost = chunk_cost(len(host) * size, first * size, worker.model.break_even_context)
         if not worker.costs.restores(len(host), cost):
             return match._replace(host=NO_INDICES)
-        block_cost = worker.costs.block_copy_tokens
-        if self._budget is None:
-            self._budget = self._chunks.budget // 2 if worker.prefilling else self._chunks.budget
-        host = host[: max(1, int(self._budget / block_cost)) if block_cost else _UNKNOWN]
-        cost = ceil(len(host) * block_cost)
-        self._budget = max(0, self._budget - cost)
-        self._chunks.limit(max(1, self._chunks.budget - cost))
+        overlaps = worker.costs.copies_overlap
+        host = self._take_time(host) if overlaps else self._take_budget(host)
+        if not len(host):
+            return None
         pool.share(match.blocks)
         blocks = np.concatenate((match.blocks, pool.take(len(host))))
         text = b"" if pool.cache.partial is None else request.tokens[: len(blocks) * size].tobytes()
@@ -80,9 +90,33 @@ class HostCopies:
         pool.release(blocks, last_step=step, answered_step=answered)
         self.ins.append(worker.swap.load(host, blocks[first:], last_step=step, answered_step=answered))
         request.restored_tokens += len(host) * size
-        if len(host) < len(match.host):
+        if overlaps or len(host) < len(match.host):
             return None
         return match._replace(blocks=blocks, host=NO_INDICES)
+
+    def _take_budget(self, host: IndexArray) -> IndexArray:
+        """Return the first host blocks, as many as the step's budget allows, and take their cost from the budget."""
+        worker = self._worker
+        block_cost = worker.costs.block_copy_tokens
+        if self._budget is None:
+            self._budget = self._chunks.budget // 2 if worker.prefilling else self._chunks.budget
+        host = host[: max(1, int(self._budget / block_cost)) if block_cost else _UNKNOWN]
+        cost = ceil(len(host) * block_cost)
+        self._budget = max(0, self._budget - cost)
+        self._chunks.limit(max(1, self._chunks.budget - cost))
+        return host
+
+    def _take_time(self, host: IndexArray) -> IndexArray:
+        """Return the first host blocks, as many as can be copied during the step, and take their time."""
+        worker = self._worker
+        block_s = worker.costs.block_copy_s
+        if self._left_s is None:
+            self._left_s = max(block_s, worker.swap.planned_s)
+            if not worker.rows.num_running:
+                self._left_s = max(self._left_s, _ALONE_S)
+        host = host[: int(self._left_s / block_s)]
+        self._left_s -= len(host) * block_s
+        return host
 
     def cancel(self) -> None:
         """Discard the budget, because no plan is made."""
@@ -99,7 +133,9 @@ class HostCopies:
         if self._most:
             most = min(self._most, space.pool.num_available)
             num_moved = self._save_taken(saved, most)
-            num_moved += self._move_ahead(most - num_moved)
+            if space.overlaps:
+                most = min(space.pool.num_available, int(expected_s / self._worker.costs.block_copy_s))
+            num_moved += self._move_ahead(max(0, most - num_moved))
         space.step_planned(expected_s, num_moved, self._worker.costs.block_copy_s)
 
     def _save_taken(self, saved: list[tuple[int, BlockEntry]], most: int) -> int:

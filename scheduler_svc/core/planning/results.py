@@ -155,8 +155,10 @@ def _measure(worker: Worker, record: StepInFlight, event: StepDone, num_drafts: 
     costs, shape = worker.costs, record.shape
     duration = now - record.started
     if event.copied_blocks:
-        costs.copies_measured(event.copied_blocks, event.copy_s)
-        duration -= event.copy_s
+        # A step that only copies shows nothing about the delay of others.
+        delay_s = event.copy_delay_s if shape.rows + shape.prompt_tokens else None
+        costs.copies_measured(event.copied_blocks, event.copy_s, delay_s)
+    duration -= event.copy_delay_s
     if record.goes_on:
         worker.timing.idled(record.expected_s, event.idle_s)
     if record.started < worker.compiling_until and 0.0 < _COMPILED * costs.expected_s(shape) < duration:

@@ -29,8 +29,8 @@ from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.workers.worker import Worker
 
 _HOST_PART = 4
-"""Host memory counts as room up to this part of the KV cache. More of it would hold more sessions, but they would wait
-for each other's copies.
+"""If copies delay steps, host memory counts as room up to this part of the KV cache. More of it would hold more
+sessions, but they would wait for each other's copies.
 """
 _PATIENCE = 1.5
 """Longest pause that counts, in units of the time to compute the contents of the whole KV cache."""
@@ -131,7 +131,10 @@ class _Demand:
         for worker in workers:
             num_blocks = worker.pool.num_blocks
             if worker.swap.pays:
-                num_blocks += min(worker.swap.pool.num_blocks, num_blocks // _HOST_PART)
+                num_host = worker.swap.pool.num_blocks
+                if not worker.swap.overlaps:
+                    num_host = min(num_host, num_blocks // _HOST_PART)
+                num_blocks += num_host
             num_tokens = num_blocks * worker.rows.block_size
             tokens += num_tokens
             horizon_s = min(horizon_s, _PATIENCE * num_tokens * worker.costs.prompt_token_s)

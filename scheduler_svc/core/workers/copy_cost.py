@@ -1,5 +1,8 @@
 """Copy cost: the time that a worker takes to copy a block between device and host, or to read it from disk.
 
+Copies on a CPU delay the step. Copies on a GPU overlap with the step and mostly delay only the request that waits for
+them. The share of their time that delays steps is therefore learned, too.
+
 The worker measures its copies separately. While copying is slower than recomputing tokens, no copies are made or
 measured. Because the last measured copy may have been slow by chance, the worker still makes a copy from time to time,
 after increasingly long pauses.
@@ -14,6 +17,12 @@ _KNOWN = 3
 """Number of copies to measure before swapping may be abandoned. The first ones touch their memory for the first
 time.
 """
+_SHARE_GAIN = 0.1
+"""Weight of a new copy in the share of time that delays steps."""
+_LEAST_SHARE = 0.02
+"""A copy to the host counts at least with this share of its time, because it takes memory bandwidth and planning."""
+_OVERLAP = 0.9
+"""Copies overlap with steps if a smaller share of their time delays steps."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 4, 256
 """Decisions against swapping before a copy is measured again. Each pause is twice as long as the previous one."""
 
@@ -48,11 +57,23 @@ class CopyCost:
         """Start without measurements."""
         self.block_s = 0.0
         """Time per block; 0 if not measured."""
+        self.delay_share = 1.0
+        """Share of the time that delays steps, 0 to 1."""
+        self._is_share_known = False
         self._num_copies = 0
         self._swaps, self._moves = _Retries(), _Retries()
 
-    def measured(self, num_blocks: int, seconds: float) -> None:
-        """Record that the worker has copied blocks."""
+    @property
+    def overlaps(self) -> bool:
+        """Whether copies overlap with steps. False if not measured."""
+        return self.block_s > 0.0 and self.delay_share < _OVERLAP
+
+    def measured(self, num_blocks: int, seconds: float, delay_s: float | None = None) -> None:
+        """Record that the worker has copied blocks in `seconds`, and the delay of a step that computed meanwhile."""
+        if delay_s is not None and seconds > 0:
+            gain = _SHARE_GAIN if self._is_share_known else 1.0
+            self.delay_share += gain * (min(1.0, delay_s / seconds) - self.delay_share)
+            self._is_share_known = True
         sample, known = seconds / num_blocks, self.block_s
         is_faster = self._num_copies >= _KNOWN and sample < known
         for retries in (self._swaps, self._moves):
@@ -73,11 +94,14 @@ class CopyCost:
     def move_pays(self, recompute_s: float, return_chance: float) -> bool:
         """Return whether copying a cached block out, and back in if it returns, is faster than recomputing it then.
 
+        A copy out costs only the time that it delays steps. The request waits for a copy back in.
+
         Args:
             recompute_s: time to compute the block, s.
             return_chance: chance that a request continues with it.
         """
-        return self._pays(1 + return_chance, return_chance * recompute_s) or self._moves.due()
+        num_copies = max(_LEAST_SHARE, self.delay_share) + return_chance
+        return self._pays(num_copies, return_chance * recompute_s) or self._moves.due()
 
     def read_pays(self, num_blocks: float, recompute_s: float) -> bool:
         """Return whether reading blocks is faster than recomputing their tokens, or is tried nevertheless."""

@@ -148,6 +148,11 @@ class CostModel:
         """Time per block that is copied between device and host; 0 if not measured."""
         return self._copies.block_s
 
+    @property
+    def copies_overlap(self) -> bool:
+        """Whether block copies between device and host overlap with steps."""
+        return self._copies.overlaps
+
     def parts(self) -> dict[str, float]:
         """Return the learned times by part, for operators."""
         return {
@@ -335,9 +340,15 @@ class CostModel:
             self.plain_age = 0
             self._decoded(rows, context, expected, duration)
 
-    def copies_measured(self, num_blocks: int, seconds: float) -> None:
-        """Record that the worker copied blocks between device and host."""
-        self._copies.measured(num_blocks, seconds)
+    def copies_measured(self, num_blocks: int, seconds: float, delay_s: float | None) -> None:
+        """Record that the worker copied blocks between device and host.
+
+        Args:
+            num_blocks: number of blocks.
+            seconds: duration of the copies, s.
+            delay_s: how much longer the step took because of them, s; None if the step did nothing else.
+        """
+        self._copies.measured(num_blocks, seconds, delay_s)
 
     def reads_measured(self, num_blocks: int, seconds: float) -> None:
         """Record that the worker read blocks from disk."""

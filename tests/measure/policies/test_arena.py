@@ -335,3 +335,16 @@ def test_the_learned_step_times_of_a_service_are_costs(tmp_path: Path) -> None:
     path.write_text(to_json(service).replace("constant_s", "konstant_s"))
     with pytest.raises(ConfigError, match="--costs"):
         read_costs(str(path))
+
+
+def test_copies_of_a_gpu_overlap_with_its_steps() -> None:
+    """Copies in both directions run beside the step. The step waits for those whose blocks it uses itself."""
+    gpu = PRESETS["8b-h100"]
+    computing, block_s = Work(0, 8, 8000, 0), gpu.block_copy_s
+    alone_s = gpu.seconds(computing)
+
+    assert gpu.seconds(computing._replace(copied_out=50, copied_in=60)) == alone_s
+    assert gpu.seconds(computing._replace(copied_out=50, awaited=20)) == pytest.approx(alone_s + 20 * block_s)
+    assert gpu.seconds(computing._replace(copied_out=500, copied_in=400)) == pytest.approx(500 * block_s)
+    cpu = replace(gpu, copies_overlap=False)
+    assert cpu.seconds(computing._replace(copied_out=5, copied_in=6)) == pytest.approx(alone_s + 11 * block_s)

@@ -169,3 +169,16 @@ def test_too_few_steps_are_refused() -> None:
     """Without enough steps there is no model, and the message says how many there are."""
     with pytest.raises(StepTimesError, match="3 answered steps"):
         learn(_samples(_known)[:3])
+
+
+def test_copies_that_overlap_do_not_lengthen_steps() -> None:
+    """The time of copies that ran concurrently with steps is known, although steps with copies are not longer."""
+    samples = [
+        each._replace(shape=each.shape._replace(copied_blocks=number % 4), overlap_s=1e-4 * (number % 4))
+        for number, each in enumerate(_samples(_known))
+    ]
+    times = learn(samples)
+
+    assert times.block_overlap_s == pytest.approx(1e-4)
+    assert times.block_copy_s < 1e-6
+    assert from_json(to_json(times)) == times

@@ -1428,6 +1428,7 @@ class StepTimings(_message.Message):
     ENERGY_UJ_FIELD_NUMBER: _builtins.int
     IDLE_ENERGY_UJ_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
+    COPY_DELAY_NS_FIELD_NUMBER: _builtins.int
     received_unix_ns: _builtins.int
     """The plan was read from the socket, nanoseconds."""
     started_unix_ns: _builtins.int
@@ -1445,11 +1446,15 @@ class StepTimings(_message.Message):
     copied_blocks: _builtins.int
     """Blocks swapped in and out."""
     copy_ns: _builtins.int
-    """Duration of copying them, nanoseconds."""
+    """Duration of copying them, nanoseconds; the sum of both directions."""
     energy_uj: _builtins.int
     """Energy that the device used for the step, microjoules. 0: not known."""
     idle_energy_uj: _builtins.int
     """The same for the time between the previous step and this one."""
+    copy_delay_ns: _builtins.int
+    """How much longer the step took because of copies between device and host, nanoseconds. On a CPU this is copy_ns. On
+    a GPU, copies overlap with the step, and only waiting for them counts. Absent: copy_ns.
+    """
     @_builtins.property
     def device(self) -> Global___DeviceReadings:
         """Newest readings of the device, about once a second. Absent: they cannot be read."""
@@ -1469,12 +1474,15 @@ class StepTimings(_message.Message):
         energy_uj: _builtins.int = ...,
         idle_energy_uj: _builtins.int = ...,
         device: Global___DeviceReadings | None = ...,
+        copy_delay_ns: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_copy_delay_ns", b"_copy_delay_ns", "copy_delay_ns", b"copy_delay_ns", "device", b"device"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copied_blocks", b"copied_blocks", "copy_ns", b"copy_ns", "device", b"device", "energy_uj", b"energy_uj", "forward_ns", b"forward_ns", "idle_before_ns", b"idle_before_ns", "idle_energy_uj", b"idle_energy_uj", "num_tokens", b"num_tokens", "prepare_ns", b"prepare_ns", "received_unix_ns", b"received_unix_ns", "sample_ns", b"sample_ns", "started_unix_ns", b"started_unix_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_copy_delay_ns", b"_copy_delay_ns", "copied_blocks", b"copied_blocks", "copy_delay_ns", b"copy_delay_ns", "copy_ns", b"copy_ns", "device", b"device", "energy_uj", b"energy_uj", "forward_ns", b"forward_ns", "idle_before_ns", b"idle_before_ns", "idle_energy_uj", b"idle_energy_uj", "num_tokens", b"num_tokens", "prepare_ns", b"prepare_ns", "received_unix_ns", b"received_unix_ns", "sample_ns", b"sample_ns", "started_unix_ns", b"started_unix_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__copy_delay_ns: _TypeAlias = _typing.Literal["copy_delay_ns"]  # noqa: Y015
+    _WhichOneofArgType__copy_delay_ns: _TypeAlias = _typing.Literal["_copy_delay_ns", b"_copy_delay_ns"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__copy_delay_ns) -> _WhichOneofReturnType__copy_delay_ns | None: ...
 
 Global___StepTimings: _TypeAlias = StepTimings  # noqa: Y015
 

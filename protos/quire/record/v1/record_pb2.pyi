@@ -679,6 +679,8 @@ class StepDone(_message.Message):
     TIMINGS_FIELD_NUMBER: _builtins.int
     COUNTS_FIELD_NUMBER: _builtins.int
     DRAFT_COUNTS_FIELD_NUMBER: _builtins.int
+    COPY_DELAY_NS_FIELD_NUMBER: _builtins.int
+    COPY_DELAY_S_FIELD_NUMBER: _builtins.int
     worker: _builtins.int
     """Peer index of the worker."""
     step_jump: _builtins.int
@@ -699,6 +701,10 @@ class StepDone(_message.Message):
     """The same times in seconds, if they are not whole nanoseconds."""
     idle_s: _builtins.float
     """See copy_s."""
+    copy_delay_ns: _builtins.int
+    """How much longer the step took because of the copies, nanoseconds, if it differs from copy_ns."""
+    copy_delay_s: _builtins.float
+    """The same in seconds, if it is not whole nanoseconds."""
     @_builtins.property
     def rows_added(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Changes of the sampled rows since the worker's last answer; rows that are new, and rows that are gone."""
@@ -762,11 +768,17 @@ class StepDone(_message.Message):
         timings: Global___Timings | None = ...,
         counts: _abc.Iterable[_builtins.int] | None = ...,
         draft_counts: _abc.Iterable[_builtins.int] | None = ...,
+        copy_delay_ns: _builtins.int | None = ...,
+        copy_delay_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_copy_s", b"_copy_s", "_epoch", b"_epoch", "_idle_s", b"_idle_s", "_num_tokens", b"_num_tokens", "copy_s", b"copy_s", "epoch", b"epoch", "idle_s", b"idle_s", "num_tokens", b"num_tokens", "timings", b"timings"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_copy_delay_ns", b"_copy_delay_ns", "_copy_delay_s", b"_copy_delay_s", "_copy_s", b"_copy_s", "_epoch", b"_epoch", "_idle_s", b"_idle_s", "_num_tokens", b"_num_tokens", "copy_delay_ns", b"copy_delay_ns", "copy_delay_s", b"copy_delay_s", "copy_s", b"copy_s", "epoch", b"epoch", "idle_s", b"idle_s", "num_tokens", b"num_tokens", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_copy_s", b"_copy_s", "_epoch", b"_epoch", "_idle_s", b"_idle_s", "_num_tokens", b"_num_tokens", "copied_blocks", b"copied_blocks", "copies", b"copies", "copy_ns", b"copy_ns", "copy_s", b"copy_s", "counts", b"counts", "draft_counts", b"draft_counts", "embeddings", b"embeddings", "epoch", b"epoch", "failures", b"failures", "idle_ns", b"idle_ns", "idle_s", b"idle_s", "num_tokens", b"num_tokens", "rows", b"rows", "rows_added", b"rows_added", "rows_gone", b"rows_gone", "scores", b"scores", "step_jump", b"step_jump", "timings", b"timings", "tokens", b"tokens", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_copy_delay_ns", b"_copy_delay_ns", "_copy_delay_s", b"_copy_delay_s", "_copy_s", b"_copy_s", "_epoch", b"_epoch", "_idle_s", b"_idle_s", "_num_tokens", b"_num_tokens", "copied_blocks", b"copied_blocks", "copies", b"copies", "copy_delay_ns", b"copy_delay_ns", "copy_delay_s", b"copy_delay_s", "copy_ns", b"copy_ns", "copy_s", b"copy_s", "counts", b"counts", "draft_counts", b"draft_counts", "embeddings", b"embeddings", "epoch", b"epoch", "failures", b"failures", "idle_ns", b"idle_ns", "idle_s", b"idle_s", "num_tokens", b"num_tokens", "rows", b"rows", "rows_added", b"rows_added", "rows_gone", b"rows_gone", "scores", b"scores", "step_jump", b"step_jump", "timings", b"timings", "tokens", b"tokens", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__copy_delay_ns: _TypeAlias = _typing.Literal["copy_delay_ns"]  # noqa: Y015
+    _WhichOneofArgType__copy_delay_ns: _TypeAlias = _typing.Literal["_copy_delay_ns", b"_copy_delay_ns"]  # noqa: Y015
+    _WhichOneofReturnType__copy_delay_s: _TypeAlias = _typing.Literal["copy_delay_s"]  # noqa: Y015
+    _WhichOneofArgType__copy_delay_s: _TypeAlias = _typing.Literal["_copy_delay_s", b"_copy_delay_s"]  # noqa: Y015
     _WhichOneofReturnType__copy_s: _TypeAlias = _typing.Literal["copy_s"]  # noqa: Y015
     _WhichOneofArgType__copy_s: _TypeAlias = _typing.Literal["_copy_s", b"_copy_s"]  # noqa: Y015
     _WhichOneofReturnType__epoch: _TypeAlias = _typing.Literal["epoch"]  # noqa: Y015
@@ -775,6 +787,10 @@ class StepDone(_message.Message):
     _WhichOneofArgType__idle_s: _TypeAlias = _typing.Literal["_idle_s", b"_idle_s"]  # noqa: Y015
     _WhichOneofReturnType__num_tokens: _TypeAlias = _typing.Literal["num_tokens"]  # noqa: Y015
     _WhichOneofArgType__num_tokens: _TypeAlias = _typing.Literal["_num_tokens", b"_num_tokens"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__copy_delay_ns) -> _WhichOneofReturnType__copy_delay_ns | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__copy_delay_s) -> _WhichOneofReturnType__copy_delay_s | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__copy_s) -> _WhichOneofReturnType__copy_s | None: ...
     @_typing.overload
