@@ -21,6 +21,7 @@ from kernels.native.serving import native
 from shared.config import ConfigError, WorkerConfig
 from shared.curve import WORKER, load_keys
 from shared.logging import configure_logging, get_logger
+from shared.memory import return_free_memory
 from shared.process_watch import own_process
 from shared.pulse import Pulse
 from shared.telemetry import Telemetry
@@ -153,6 +154,7 @@ def _serve(config: WorkerConfig, telemetry: Telemetry, end: Callable[[int], None
         engine = build_engine(
             replace(config, worker_id=name), model, description, device, tracer, make_accelerator(device), group
         )
+    return_free_memory()  # Loading needs much more than the model.
     if group.rank > 0:
         stop.follows = True
         get_logger().info("rank ready", rank=shard.rank, ranks=shard.size, device=str(device))

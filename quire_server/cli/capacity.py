@@ -9,6 +9,7 @@ A worker measures the memory of a step at its start; this command estimates it. 
 and KV heads by formula; tensor parallelism has not been run on several GPUs yet.
 """
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -155,7 +156,7 @@ def run(options: Namespace) -> int:
         result["sessions"] = {"device": sessions[0], "with_host": sessions[1], "with_disk": sessions[2]}
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=2) + "\n", "utf-8")
-    print(_page(sizes, serving, memory, rows, options, host_tokens, disk_tokens))
+    print(_page(sizes, serving, memory, weights, rows, options, host_tokens, disk_tokens))
     if sessions is not None and agent is not None:
         print(_sessions_text(agent, *sessions))
     return 0
@@ -164,6 +165,7 @@ def run(options: Namespace) -> int:
 def _model(options: Namespace) -> "ModelSizes":
     from quire_server.capacity import counts_weights_of, elements_of, sizes_from_config, sizes_from_params
     from shared.model_path import resolve_model
+    from worker_svc.model.scheme import read_quantisation
 
     if options.params is not None:
         return sizes_from_params(options.params)
@@ -180,6 +182,8 @@ def _model(options: Namespace) -> "ModelSizes":
     if not config.get("quantization_config") and modelopt.is_file():
         found = json.loads(modelopt.read_text("utf-8")).get("quantization")
         config["quantization_config"] = {"quant_method": "modelopt", **(found or {})}
+    with contextlib.suppress(ModuleNotFoundError):  # Front ends lack the library of compressed-tensors.
+        read_quantisation(path.parent)  # It refuses checkpoints that a worker refuses.
     sizes = sizes_from_config(config)
     if counts_weights_of(config):
         return dataclasses.replace(sizes, gguf=_gguf_tensors(path.parent))
@@ -254,6 +258,7 @@ def _page(
     sizes: "ModelSizes",
     serving: "Serving",
     memory: "Memory",
+    weights: int,
     rows: "list[Concurrency]",
     options: Namespace,
     host_tokens: int,
@@ -288,6 +293,7 @@ def _page(
         ]
     else:
         tokens = memory.num_blocks * serving.block_size
+        lines += [f"Weights        {size_text(weights)} besides the KV cache"]
         lines += [f"KV cache       {memory.num_blocks:,} blocks of {serving.block_size} tokens: {tokens:,} tokens"]
     if host_tokens:
         factor = 1 + host_tokens / max(1, memory.num_blocks * serving.block_size)

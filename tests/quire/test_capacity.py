@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from quire_server.capacity import sizes_from_params, weights_bytes
 from quire_server.cli.main import main
+from shared.model_path import resolve_model
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "capacity.md").read_text("utf-8")
 _MODELS = dict(re.findall(r"^\| (\d+B.*?) \| `(layers=\S+)` \|$", PAGE, re.MULTILINE))
@@ -136,6 +138,18 @@ def test_the_size_of_a_state_is_asked_for(tmp_path: Path, capsys: pytest.Capture
 
     assert main(["capacity", "--model", str(config), "--gpu-memory", "80GB"]) == 1
     assert "recurrent state, whose size is not in config.json; pass the sizes with --params" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_a_worker_refuses_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command does not count weights in a format that no worker serves."""
+    folder = tmp_path / "model"
+    shutil.copytree(resolve_model("demo", weights=False), folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 3}
+    (folder / "config.json").write_text(json.dumps(config))
+
+    assert main(["capacity", "--model", str(folder), "--gpu-memory", "80GB"]) == 1
+    assert "GPTQ with 3 bits, which is not supported; use" in capsys.readouterr().err
 
 
 def test_no_torch_is_imported() -> None:

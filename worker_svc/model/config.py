@@ -30,12 +30,16 @@ def read_config(folder: Path) -> "PretrainedConfig":
     from transformers import AutoConfig
 
     adopt_libraries()
+    is_quantised = read_quantisation(folder) is not None
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # Unknown model types, invalid JSON and failed validation raise unrelated types.
-        detail = str(error).strip().splitlines() or [type(error).__name__]
-        raise ConfigError(f"model: {folder}/config.json is not valid: {detail[0]}") from None
-    if read_quantisation(folder) is not None:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        what = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+        raise ConfigError(
+            f"model: {folder}/config.json is not valid: {what}; correct it, or use another checkpoint"
+        ) from None
+    if is_quantised:
         vars(config).pop("quantization_config", None)  # `weights` reads such checkpoints, but `transformers` must not.
     if getattr(config, "is_heterogeneous", False):
         raise ConfigError(

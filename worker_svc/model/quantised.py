@@ -382,14 +382,27 @@ def _in_groups(part: QuantisedWeight) -> tuple[torch.Tensor, torch.Tensor, torch
     return (codes.byte(), scales, zeros) if fits_int4(codes, scales, zeros) else None
 
 
+def _part(tensors: Mapping[str, torch.Tensor], name: str, is_needed: bool) -> torch.Tensor | None:
+    """Return a part of a weight, or None if it is absent and not needed."""
+    return tensors[name] if is_needed else tensors.get(name)
+
+
+def _one_of(tensors: Mapping[str, torch.Tensor], *names: str) -> torch.Tensor:
+    """Return the part that has one of these names."""
+    for name in names:
+        if name in tensors:
+            return tensors[name]
+    raise KeyError(" or ".join(names))
+
+
 def _plain(tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> QuantisedWeight:
     codes = tensors["weight"]
-    scales = tensors["weight_scale_inv"] if "weight_scale_inv" in tensors else tensors["weight_scale"]
+    scales = _one_of(tensors, *SCALES)
     if codes.dtype not in (torch.int8, torch.float8_e4m3fn):
         raise ValueError(f"its weight has the type {codes.dtype}, not int8 or e4m3")
     if scales.dim() < 2:
         scales = scales.reshape(-1, 1)
-    zeros = tensors.get("weight_zero_point")
+    zeros = _part(tensors, "weight_zero_point", scheme.has_zero_points)
     if zeros is not None:
         zeros = zeros.reshape(scales.shape).short()
     return _consistent(codes, scales, zeros, scheme, None)
@@ -401,12 +414,12 @@ def _compressed(tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> Quantise
     codes = _fields(tensors["weight_packed"], scheme.bits)[:, :inputs].short() - offset
     if codes.shape != (outputs, inputs):
         raise ValueError(f"weight_packed holds {tuple(codes.shape)}, weight_shape says {(outputs, inputs)}")
-    zeros = tensors.get("weight_zero_point")
+    zeros = _part(tensors, "weight_zero_point", scheme.has_zero_points)
     if zeros is not None:
         if zeros.dtype == torch.int32:  # The zero points are packed along the outputs.
             zeros = _fields(zeros.t().contiguous(), scheme.bits).t()[:outputs].short() - offset
         zeros = zeros.reshape(scales.shape).short()
-    return _consistent(codes.to(torch.int8), scales, zeros, scheme, tensors.get("weight_g_idx"))
+    return _consistent(codes.to(torch.int8), scales, zeros, scheme, _part(tensors, "weight_g_idx", scheme.has_order))
 
 
 def _gptq(tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> QuantisedWeight:
@@ -416,7 +429,7 @@ def _gptq(tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> QuantisedWeigh
     zeros = _fields(tensors["qzeros"], scheme.bits)[:, : codes.shape[0]].t().short() + scheme.zeros_stored_less_one
     if scheme.bits == 8:  # Use signed codes, so that symmetric weights have no zero points.
         codes, zeros = (codes.short() - 128).to(torch.int8), zeros - 128
-    return _consistent(codes, scales, zeros.contiguous(), scheme, tensors.get("g_idx"))
+    return _consistent(codes, scales, zeros.contiguous(), scheme, _part(tensors, "g_idx", scheme.has_order))
 
 
 def _awq(tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> QuantisedWeight:
@@ -446,9 +459,11 @@ def _fp4(tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> StoredWeight:
     factor = 1.0
     if scale_type is Scales.E4M3:
         inverse = "weight_scale_2" not in tensors
-        whole = tensors["weight_global_scale" if inverse else "weight_scale_2"]
+        whole = _one_of(tensors, "weight_scale_2", "weight_global_scale")
         if not whole.is_floating_point():
             raise ValueError(f"its global scale has the type {whole.dtype}, which is not a floating-point type")
+        if not float(whole):
+            raise ValueError("its global scale is 0")
         factor = 1 / float(whole) if inverse else float(whole)
     elif scheme.group_size != _E8M0_GROUP:
         raise ValueError(f"scales in e8m0 for groups of {scheme.group_size}, not {_E8M0_GROUP}")

@@ -47,6 +47,10 @@ class Scheme:
     """Number of inputs that share a scale; 0 if the scales' shapes determine it."""
     block: tuple[int, int] | None = None
     """Numbers of outputs and inputs per block with one scale; None for no blocks."""
+    has_zero_points: bool = False
+    """Whether each weight has zero points. Formats that always store them need no flag."""
+    has_order: bool = False
+    """Whether the groups of inputs are not consecutive, so that each weight has `g_idx` or `weight_g_idx`."""
     zeros_stored_less_one: bool = False
     """Whether `qzeros` hold the zero points minus one, as in the first version of GPTQ."""
 
@@ -89,9 +93,14 @@ def read_quantisation(folder: Path) -> Quantisation | None:
             found = [{"quant_method": "modelopt", **modelopt["quantization"]}]
     except (OSError, ValueError, AttributeError, KeyError, TypeError):
         return None  # `read_config` reports this case.
-    raw = next((each for each in found if isinstance(each, dict)), None)
+    raw = next((each for each in found if each is not None), None)
     if raw is None:
         return None
+    if not isinstance(raw, dict):
+        raise ConfigError(
+            f"model: quantization_config of config.json is a {type(raw).__name__}, not an object; correct it, or use"
+            " another checkpoint"
+        )
     method = str(raw.get("quant_method", "")).lower().replace("_", "-")
     reader = _READERS.get(method)
     if reader is None:
@@ -102,9 +111,11 @@ def read_quantisation(folder: Path) -> Quantisation | None:
         )
     try:
         return Quantisation(method, reader(raw))
+    except ConfigError:
+        raise
     except (TypeError, ValueError, KeyError, AttributeError, IndexError, re.error) as error:
         raise ConfigError(
-            f"model: quantization_config of config.json is not valid for {method}: {_first_line(error)}; correct it, or"
+            f"model: quantization_config of config.json is not valid for {method}: {_what(error)}; correct it, or"
             " use another checkpoint"
         ) from None
 
@@ -138,10 +149,18 @@ def _of_arguments(stored: str, weights: Any) -> Scheme:
     bits, is_float = int(weights.num_bits), str(weights.type) == "float"
     block = _block(weights.block_structure)
     group_size = weights.group_size if isinstance(weights.group_size, int) and weights.group_size > 0 else 0
+    has_zero_points = not weights.symmetric
     if stored == "pack-quantized" and bits in (4, 8) and not is_float:
-        return Scheme(layout=Layout.PACKED, bits=bits, group_size=group_size)
+        has_order = getattr(weights.actorder, "value", weights.actorder) == "group"
+        return Scheme(
+            layout=Layout.PACKED,
+            bits=bits,
+            group_size=group_size,
+            has_zero_points=has_zero_points,
+            has_order=has_order,
+        )
     if stored in ("int-quantized", "float-quantized", "naive-quantized") and bits == 8:
-        return Scheme(layout=Layout.PLAIN, bits=8, group_size=group_size, block=block)
+        return Scheme(layout=Layout.PLAIN, bits=8, group_size=group_size, block=block, has_zero_points=has_zero_points)
     if stored in ("nvfp4-pack-quantized", "mxfp4-pack-quantized") and bits == 4 and is_float:
         size = group_size or (16 if stored.startswith("nvfp4") else 32)
         return Scheme(layout=Layout.FP4, bits=4, group_size=size)
@@ -158,6 +177,7 @@ def _gptq(raw: Mapping[str, Any]) -> tuple[tuple[str, Scheme], ...]:
         layout=Layout.GPTQ,
         bits=_four_or_eight(raw["bits"]),
         group_size=max(0, int(raw.get("group_size", 128))),
+        has_order=bool(raw.get("desc_act")),
         zeros_stored_less_one=form == "gptq",
     )
     return (("", scheme),)
@@ -247,5 +267,12 @@ def _unsupported(what: str) -> ConfigError:
     )
 
 
-def _first_line(error: Exception) -> str:
+def _what(error: Exception) -> str:
+    """Return what is wrong in one line."""
+    if isinstance(error, KeyError):
+        return f"the field {error.args[0]} is missing"
+    errors = getattr(error, "errors", None)  # of pydantic, which compressed-tensors uses
+    if callable(errors) and (found := errors()):
+        field, text = ".".join(map(str, found[0]["loc"])), str(found[0]["msg"])
+        return f"{field}: {text.splitlines()[0]}" if field else text.splitlines()[0]
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -234,8 +234,8 @@ def read_tensors(
             tensor = value(name)
             if quantisation is not None and part == "weight" and tensor.element_size() == 1:
                 raise ConfigError(
-                    f"model: the checkpoint lacks {layer}.{SCALES[0]}, which its quantised weight needs; use a complete"
-                    " checkpoint"
+                    f"model: the checkpoint lacks {layer}.{' or '.join(SCALES)}, which its quantised weight needs;"
+                    " use a complete checkpoint"
                 )
             yield plain, tensor
 
