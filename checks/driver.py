@@ -82,6 +82,8 @@ class Row:
     """Number of tokens at admission, which are computed in prefill."""
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
+    windows: list[list[int]] = field(default_factory=list)
+    """Blocks of the KV groups with a window, which are used again in turn."""
     held: bool = False
     draft_limit: int = 0
     ahead: int = 0
@@ -131,7 +133,13 @@ class Driver:
         """
         row = self.free_rows()[0] if row is None else row
         self._generations[row] = self._generations.get(row, 0) + 1
-        self.rows[row] = Row(list(tokens), len(tokens), computed, list(blocks))
+        limits, period = self.engine.limits, 0
+        windows: list[list[int]] = []
+        if limits.num_kv_groups > 1:
+            period = -(-(limits.window + limits.window_chunk - 2) // limits.block_size) + 1
+            num_blocks = min(period, limits.max_blocks_per_row)
+            windows = [[self.take_block() for _ in range(num_blocks)] for _ in range(1, limits.num_kv_groups)]
+        self.rows[row] = Row(list(tokens), len(tokens), computed, list(blocks), windows)
         self.plan.admissions.append(
             plan_pb2.Admission(
                 row=row,
@@ -139,7 +147,8 @@ class Driver:
                 token_ids=to_column(tokens),
                 num_prompt_tokens=len(tokens),
                 num_computed_tokens=computed,
-                block_tables=[to_column(blocks)],
+                block_tables=map(to_column, [blocks, *windows]),
+                window_period=period,
                 sampling=sampling.SerializeToString(),
                 request_id=f"request-{row}",
                 traceparent=traceparent,
@@ -161,7 +170,8 @@ class Driver:
     def leave(self, row: int) -> list[int]:
         """Remove a row and return its tokens."""
         gone = self.rows.pop(row)
-        self._free.extend(gone.blocks)
+        for blocks in (gone.blocks, *gone.windows):
+            self._free.extend(blocks)
         self.plan.leaves += to_column([row])
         return gone.tokens
 

@@ -33,22 +33,26 @@ def paged_attention_reference(
         start, end = starts[row], starts[row + 1]
         if context == 0:
             continue
-        pages = block_tables[row, : -(-context // k_cache.shape[2])].long()
-        # [context, num_kv_heads, head_dim]
+        block_size, first_query = k_cache.shape[2], context - (end - start)
+        # Blocks in front of the window may hold anything.
+        first = 0 if sliding_window is None else max(0, first_query - sliding_window + 1) // block_size
+        pages = block_tables[row, first : -(-context // block_size)].long()
+        first_key = first * block_size
+        # [context - first_key, num_kv_heads, head_dim]
         keys, values = (
-            from_cache(cache[pages], wide).transpose(1, 2).flatten(0, 1)[:context].contiguous()
+            from_cache(cache[pages], wide).transpose(1, 2).flatten(0, 1)[: context - first_key].contiguous()
             for cache in (k_cache, v_cache)
         )
         keys, values = (x.repeat_interleave(group_size, dim=1) for x in (keys, values))
         scores = torch.einsum("qhd,khd->hqk", query[start:end].to(wide), keys) * scale
         if soft_cap is not None:
             scores = soft_cap * torch.tanh(scores / soft_cap)
-        positions = torch.arange(context, device=query.device)
-        visible = visible_keys(positions[context - (end - start) :], positions, sliding_window)
+        positions = torch.arange(first_key, context, device=query.device)
+        visible = visible_keys(positions[first_query - first_key :], positions, sliding_window)
         scores = scores.masked_fill(~visible, -torch.inf)
         if sinks is not None:
             scores = torch.cat((scores, sinks.to(wide)[:, None, None].expand(-1, end - start, 1)), dim=-1)
-        probs = scores.softmax(dim=-1)[..., :context]
+        probs = scores.softmax(dim=-1)[..., : len(positions)]
         out[start:end] = torch.einsum("hqk,khd->qhd", probs, values).to(query.dtype)
     return out
 

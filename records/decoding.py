@@ -281,6 +281,9 @@ class Decoder:
                     attempt=each.attempt,
                     blocks=_sums(each.blocks),
                     checkpoint=each.checkpoint if each.HasField("checkpoint") else None,
+                    window_tables=_sums(each.window_tables),
+                    window_first=each.window_first,
+                    window_period=each.window_period,
                 )
                 for each in message.admissions
             ],

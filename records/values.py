@@ -1,7 +1,7 @@
 """Values in a recording: the core's own events, digests of plans, and reports from workers and front ends."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
@@ -37,6 +37,12 @@ class AdmissionDigest:
     blocks: list[int]
     checkpoint: int | None = None
     """Checkpoint that the row's recurrent state is restored from."""
+    window_tables: list[int] = field(default_factory=list)
+    """Block tables of the KV groups with a window, one after the other."""
+    window_first: int = 0
+    """Position of their first entry."""
+    window_period: int = 0
+    """Period with which they repeat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +145,9 @@ def digest(plan: Plan) -> PlanDigest:
                 attempt=admission.attempt,
                 blocks=admission.blocks.tolist(),
                 checkpoint=admission.checkpoint,
+                window_tables=[] if admission.windows is None else admission.windows.tables.ravel().tolist(),
+                window_first=0 if admission.windows is None else admission.windows.first,
+                window_period=0 if admission.windows is None else admission.windows.period,
             )
             for admission in plan.admissions
         ],

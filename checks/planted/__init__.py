@@ -24,6 +24,7 @@ from checks.planted import (
     streams,
     suspects,
     urgency,
+    windows,
     workers,
 )
 from checks.planted.bug import BUGS, PlantedBug
@@ -48,5 +49,6 @@ __all__ = [
     "streams",
     "suspects",
     "urgency",
+    "windows",
     "workers",
 ]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from checks.sim.faults import REQUEST_FAULTS, STEP_FAULTS, TIMED_FAULTS, Fault, FaultRates
-from checks.sim.scenario import TENANTS, DiskShape, Scenario, draw
+from checks.sim.scenario import TENANTS, DiskShape, Scenario, WindowShape, draw
 from scheduler_svc.core.interface.config import BatchingLimits, RequestClass, TenantLimits
 
 Aim = Callable[[Scenario], Scenario]
@@ -184,6 +184,23 @@ def with_state(scenario: Scenario) -> Scenario:
 def with_checkpoints(number: int) -> Aim:
     """Return an adaptation: repetitive prompts, and workers that save this many recurrent states."""
     return lambda scenario: dataclasses.replace(with_state(with_few_words(scenario)), num_checkpoints=number)
+
+
+def with_windows(window: int, chunk: int = 6, *, num_groups: int = 3) -> Aim:
+    """Return an adaptation with so many KV groups, all but one with a window, and host blocks that are not used."""
+
+    def adapt(scenario: Scenario) -> Scenario:
+        sizes = [
+            dataclasses.replace(
+                size, num_blocks=num_groups * size.num_blocks + 8 * num_groups * (window + chunk), num_host_blocks=100
+            )
+            for size in scenario.workers
+        ]
+        config = dataclasses.replace(scenario.config, max_tokens_in_paged_kv_cache=0)
+        windows = WindowShape(num_groups, window, chunk)
+        return dataclasses.replace(scenario, config=config, workers=tuple(sizes), windows=windows, state_bytes=0)
+
+    return adapt
 
 
 def with_sessions(scenario: Scenario) -> Scenario:
@@ -564,6 +581,13 @@ AIMS: tuple[tuple[str, Aim], ...] = (
         both(with_checkpoints(40), with_faults(Fault.CRASH, Fault.CANCEL, Fault.FAILED_ROW, Fault.SPOILT_ROW)),
     ),
     ("few checkpoints", both(with_checkpoints(3), with_faults(Fault.CRASH, Fault.CANCEL, per_step=0.02))),
+    ("windows", both(with_few_words, with_windows(5), with_faults(Fault.CRASH, Fault.CANCEL, per_step=0.02))),
+    ("windows and little memory", both(with_swaps, with_windows(9, 3, num_groups=2))),
+    (
+        "windows and bad rows",
+        both(with_few_words, with_windows(7), with_faults(Fault.FAILED_ROW, Fault.SPOILT_ROW, per_step=0.02)),
+    ),
+    ("windows and urgent requests", both(with_little_memory, with_windows(3, 2, num_groups=2))),
     ("urgent requests", with_little_memory),
     ("few words", with_few_words),
     ("parts of blocks", both(with_few_words, with_limits(prefix_cache="radix"))),

@@ -236,7 +236,7 @@ class Cluster:
         """Handle a refusal by the core; the worker restarts with values that the core accepts."""
         world, site = self._world, self._site(effect.worker)
         rows = min(site.size.max_rows, world.scenario.config.max_num_seqs)
-        impossible = site.size.num_blocks < 1 or site.size.max_tokens_per_step < rows
+        impossible = site.has_no_room or site.size.max_tokens_per_step < rows
         wanted = {model or self._known for model in self.wanted()} - {""}
         is_alone = all(epoch.worker_id == site.worker_id for epoch in self.epochs.values())
         is_unwanted = is_alone and bool(wanted) and site.fingerprint not in wanted
@@ -314,7 +314,7 @@ class Cluster:
         world = self._world
         for site in self.sites:
             rows = min(site.size.max_rows, world.scenario.config.max_num_seqs)
-            if site.size.num_blocks < 1 or site.size.max_tokens_per_step < rows:
+            if site.has_no_room or site.size.max_tokens_per_step < rows:
                 site.size = draw_size(world.rng, world.scenario.config, world.scenario.traffic.context)
             if site.epoch is None or site.epoch.dead_from <= world.now or site.model is None:
                 site.fingerprint = self._served or site.fingerprint

@@ -113,6 +113,17 @@ class TrafficShape:
 
 
 @dataclass(frozen=True, slots=True)
+class WindowShape:
+    """The layers with a sliding window of the model."""
+
+    num_groups: int = 1
+    """Number of KV groups, all but the first with a window."""
+    window: int = 0
+    chunk: int = 0
+    """Maximum number of tokens of one row in a step."""
+
+
+@dataclass(frozen=True, slots=True)
 class Scenario:
     """One simulation."""
 
@@ -134,6 +145,7 @@ class Scenario:
     disk: DiskShape = DiskShape()
     copies_overlap: bool = False
     """Whether copies between device and host overlap with steps, as on a GPU."""
+    windows: WindowShape = WindowShape()
 
     @property
     def shares_prefixes(self) -> bool:

@@ -100,6 +100,11 @@ class Site:
         self._busy_until = 0.0
         self._last_arrival = 0.0
 
+    @property
+    def has_no_room(self) -> bool:
+        """Whether the worker's blocks do not hold a prompt token and a generated token."""
+        return self.size.num_blocks < 1 or (self.model is not None and self.model.max_context(self.size.num_blocks) < 2)
+
     # ---------------------------------------------------------------- life
 
     def boot(self) -> None:
@@ -129,6 +134,9 @@ class Site:
             break_even_context=size.break_even_context,
             state_bytes=self._world.scenario.state_bytes,
             num_checkpoints=self._world.scenario.num_checkpoints,
+            num_kv_groups=self._world.scenario.windows.num_groups,
+            window=self._world.scenario.windows.window,
+            window_chunk=self._world.scenario.windows.chunk,
             max_draft_tokens=size.max_draft_tokens,
             rng=random.Random(f"drafts of {peer!r}"),
             copy_s=self._world.scenario.pace.copy,
@@ -146,7 +154,7 @@ class Site:
         if config.max_tokens_in_paged_kv_cache:
             num_blocks = min(num_blocks, max(1, config.max_tokens_in_paged_kv_cache // size.block_size))
         self.model.num_usable = num_blocks
-        context = min(size.max_model_len, num_blocks * size.block_size)
+        context = self.model.max_context(num_blocks)
         self.epoch = Epoch(number, self.model.peer, self.worker_id, self.model, context=context)
         self.disk.begin(self.epoch)
         return self.epoch

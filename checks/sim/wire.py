@@ -18,7 +18,7 @@ from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.arrays import IndexArray
 from scheduler_svc.core.interface.disk import DiskAction, DiskBlock, DiskJob
-from scheduler_svc.core.interface.plan import BlockCopy, Plan, RowAdmission
+from scheduler_svc.core.interface.plan import BlockCopy, Plan, RowAdmission, WindowTables
 from scheduler_svc.core.interface.records import EndReason, Log, Peer
 from scheduler_svc.frontend import link as frontend_link
 from scheduler_svc.frontend.link import Incoming, Outgoing
@@ -152,7 +152,9 @@ def _hello(event: ev.WorkerHello) -> plan_pb2.Hello:
         num_disk_blocks=event.num_disk_blocks,
         num_checkpoints=event.num_checkpoints,
         max_draft_tokens=event.max_draft_tokens,
-        num_kv_groups=1,
+        num_kv_groups=event.num_kv_groups,
+        window=event.window,
+        window_chunk=event.window_chunk,
         reason=_REASONS[event.reason],
         protocol_version=PLAN_VERSIONS.newest,
         newest_protocol_version=PLAN_VERSIONS.newest,
@@ -375,6 +377,13 @@ def _admission(own: RowAdmission, sent: plan_pb2.Admission) -> RowAdmission:
         token_ids=from_column(sent.token_ids),
         num_computed_tokens=sent.num_computed_tokens,
         blocks=_column(sent.block_tables[0]),
+        windows=None
+        if len(sent.block_tables) == 1
+        else WindowTables(
+            first=sent.window_first,
+            period=sent.window_period,
+            tables=np.stack([_column(table) for table in sent.block_tables[1:]]),
+        ),
         frontend=own.frontend,
         stream=own.stream,
         attempt=own.attempt,

@@ -20,6 +20,9 @@ Each token of a row reads and replaces this state. The state remains in the slot
 `num_checkpoints`, plans save states to checkpoints, and rows begin with the state of a checkpoint. A row that begins
 with computed tokens needs a checkpoint.
 
+With several KV groups, a row also has a table for each group with a window. In every step, the worker compares all
+slots that the row's new tokens can see through the window with the expected values.
+
 Rows fail on demand. With `spoil`, their KV becomes invalid (NaN), and every row that reads it fails too. Without
 `spoil`, only their sampling fails. Once the scheduler knows of a failure with NaN, no row may get KV that the failed
 row wrote.
@@ -34,7 +37,7 @@ import numpy as np
 from records.rules.oracle import EMPTY, SCORED, VOCAB, embedding_of, extend, scores_of, token_after
 from records.rules.violation import StreamName, ViolationError
 from scheduler_svc.core.interface import events as ev
-from scheduler_svc.core.interface.plan import Plan, RowAdmission
+from scheduler_svc.core.interface.plan import Plan, RowAdmission, WindowTables
 from shared.request_spec import Pooling
 
 _NOTHING = -1
@@ -81,6 +84,7 @@ class Row:
     """Number of tokens that the scheduler knows if the row has failed."""
     reported_step: int | None = None
     """The first step whose result reported that the row failed with NaN."""
+    windows: WindowTables | None = None
     scored: bool = False
     """Whether the request asks for log-probabilities."""
     num_prompt_unscored: int = 0
@@ -115,6 +119,9 @@ class ModelWorker:
     break_even_context: int = 0
     state_bytes: int = 0
     num_checkpoints: int = 0
+    num_kv_groups: int = 1
+    window: int = 0
+    window_chunk: int = 0
     epoch: int = 0
     last_step: int = 0
     answered_step: int = 0
@@ -178,6 +185,9 @@ class ModelWorker:
             num_host_blocks=self.num_host_blocks,
             num_disk_blocks=self.num_disk_blocks,
             num_checkpoints=self.num_checkpoints,
+            num_kv_groups=self.num_kv_groups,
+            window=self.window,
+            window_chunk=self.window_chunk,
             max_draft_tokens=self.max_draft_tokens,
             reason=reason,
         )
@@ -209,6 +219,28 @@ class ModelWorker:
     def num_unnamed(self) -> int:
         """Number of usable device blocks that no row's table names."""
         return self._holders[: self.num_usable or self.num_blocks].count(0)
+
+    @property
+    def longest_window_chunk(self) -> int:
+        """Most tokens of one row in a step because of windows; 0 without windows."""
+        return 0 if self.num_kv_groups == 1 else max(self.window_chunk, 1 + self.max_draft_tokens)
+
+    def max_window_blocks(self, num_positions: int) -> int:
+        """Return the most window blocks that a sequence of so many blocks holds without boundaries."""
+        if self.num_kv_groups == 1:
+            return 0
+        reach = self.window - 1 + self.longest_window_chunk
+        # A prefix may end at any block, and the window before it is shared.
+        in_reach = (reach + self.block_size - 2) // self.block_size + 1
+        tail = -(-(self.window - 1) // self.block_size)
+        return (self.num_kv_groups - 1) * min(num_positions, in_reach + tail)
+
+    def max_context(self, num_blocks: int) -> int:
+        """Return the number of tokens of the longest sequence that fits into so many blocks."""
+        longest = num_blocks
+        while longest + self.max_window_blocks(longest) > num_blocks:
+            longest -= 1
+        return min(self.max_model_len, longest * self.block_size)
 
     def writer(self, block: int) -> StreamName | None:
         """Return the stream whose KV is in the block; None if the block has no writer."""
@@ -321,6 +353,7 @@ class ModelWorker:
         if spec.sampling == SCORED:
             row.scored, row.num_prompt_unscored = True, spec.num_prompt_tokens if computed == 0 else 0
         self.rows[index] = row
+        self._admit_windows(row, admission.windows)
         for number, block in enumerate(row.blocks):
             self._name_block(row, block, fresh=(number + 1) * self.block_size > computed)
         return row
@@ -342,6 +375,87 @@ class ModelWorker:
                 f"block {block} is reused in step {self.last_step}; step {used}, which may use it, is not answered",
                 row.name,
             )
+
+    def _admit_windows(self, row: Row, windows: WindowTables | None) -> None:
+        """Check the tables for windows. The row writes all blocks after those with computed KV."""
+        row.windows = windows
+        if (windows is None) != (self.num_kv_groups == 1):
+            raise ViolationError("plan.admission", f"row {row.index} lacks tables for windows", row.name)
+        if windows is None:
+            return
+        num_given = row.num_given // self.block_size
+        if row.num_given % self.block_size or len(windows.tables) != self.num_kv_groups - 1:
+            raise ViolationError("plan.admission", f"{len(windows.tables)} tables after {row.num_given}", row.name)
+        own = windows.tables[:, max(0, num_given - windows.first) :].ravel().tolist()
+        given: set[int] = set()
+        for block in own:
+            if not 0 <= block < (self.num_usable or self.num_blocks):
+                raise ViolationError("plan.block", f"block {block} does not exist", row.name)
+            if block in given:
+                continue
+            given.add(block)
+            if self._holders[block]:
+                raise ViolationError("kv.exclusive", f"block {block} of a window is in a table", row.name)
+            if self._last_named[block] > self.answered_step:
+                raise ViolationError("kv.reuse", f"block {block} is reused in step {self.last_step}", row.name)
+            self._writer[block] = row
+        if len(given) > self.max_window_blocks(self.num_blocks) + 2 * len(windows.tables) * self.window:
+            raise ViolationError("window.bound", f"{len(given)} window blocks", row.name)
+
+    def _window_blocks(self, row: Row, number: int) -> list[int]:
+        """Return the row's blocks at a position of its tables for windows."""
+        windows = row.windows
+        if windows is None:
+            return []
+        at, length = number - windows.first, windows.tables.shape[1]
+        if at >= length:
+            at = length - windows.period + (at - length) % windows.period
+        if not 0 <= at < length:
+            raise ViolationError("window.table", f"position {number} is not in the tables", row.name)
+        blocks: list[int] = windows.tables[:, at].tolist()
+        return blocks
+
+    def _write_windows(self, row: Row, position: int, value: int) -> None:
+        number, offset = divmod(position, self.block_size)
+        for block in self._window_blocks(row, number):
+            if self._writer[block] is not row:
+                raise ViolationError("kv.exclusive", f"a write to window block {block} of another row", row.name)
+            self._values[block * self.block_size + offset] = value
+            self._last_named[block] = self.last_step
+            if value == _SPOILT and row.spoil is not None:
+                self._spoils[block] = row.spoil
+
+    def _read_windows(self, row: Row, start: int) -> None:
+        """Compare everything that the row's tokens from `start` on see through windows with the expected values."""
+        if row.windows is None:
+            return
+        for position in range(max(0, start - self.window + 1), row.computed):
+            number, offset = divmod(position, self.block_size)
+            for block in self._window_blocks(row, number):
+                self._last_named[block] = self.last_step
+                found = self._values[block * self.block_size + offset]
+                if found == row.values[position] or (found == _SPOILT and row.spoil is not None):
+                    continue
+                if found != _SPOILT:
+                    what = f"window block {block} does not hold token {position}"
+                    raise ViolationError("window.content", what, row.name)
+                writer = self._writer[block]
+                reported = None if writer is None else writer.reported_step
+                if reported is not None and reported <= self.answered_step and row.num_given:
+                    what = f"window block {block} was spoilt by a row that failed in step {reported}"
+                    raise ViolationError("kv.spoilt", what, row.name)
+                row.fails, row.spoil = True, self._spoils[block]
+                for own in range(start, row.computed):
+                    self._spoil(row, own)
+
+    def _spoil(self, row: Row, position: int) -> None:
+        """Make the KV that a row has written invalid."""
+        assert row.spoil is not None
+        number, offset = divmod(position, self.block_size)
+        block = row.blocks[number]
+        self._values[block * self.block_size + offset] = _SPOILT
+        self._spoils[block] = row.spoil
+        self._write_windows(row, position, _SPOILT)
 
     def _check_unused(self, blocks: list[int]) -> None:
         """Check that no row reads the blocks, and no step without a result uses them."""
@@ -421,6 +535,8 @@ class ModelWorker:
             raise ViolationError("plan.chunk", f"two chunks for one row in {chunk_rows}")
         for index, length in zip(chunk_rows, plan.chunk_lengths.tolist(), strict=True):
             row = self._row(index, "chunk")
+            if row.windows is not None and length > self.longest_window_chunk:
+                raise ViolationError("plan.chunk", f"chunk of {length} for row {index} with a window", row.name)
             if row.decoding or length < 1 or row.computed + length > len(row.tokens):
                 raise ViolationError("plan.chunk", f"chunk of {length} for row {index} at {row.computed}", row.name)
             work.append((row, length))
@@ -441,6 +557,8 @@ class ModelWorker:
             self._write(row, length, [each for each in saves if each[0] == row.index])
         for row, given in admitted:
             self._read_prefix(row, given)
+        for row, length in work:
+            self._read_windows(row, row.computed - length)
         self.step_rows = [row for row, _ in work]
         return self._sample(plan, [row for row in self.step_rows if row.computed == len(row.tokens)])
 
@@ -515,6 +633,9 @@ class ModelWorker:
             if self._writer[block] is not row:
                 raise ViolationError("kv.exclusive", f"a write to block {block}, which is shared", row.name)
             count = min(size - offset, row.computed - position)
+            if row.windows is not None:
+                for each in range(position, position + count):
+                    self._write_windows(row, each, row.values[each] if row.spoil is None else _SPOILT)
             slot = block * size + offset
             if row.spoil is None:
                 self._values[slot : slot + count] = row.values[position : position + count]
@@ -570,11 +691,13 @@ class ModelWorker:
         for _ in range(num_accepted):
             self._write(row, 1)
             row.append(self._next_token(row))
+        self._read_windows(row, row.computed - num_accepted - 1)
         for position in range(row.computed, row.computed + num_drafts - num_accepted):
             block = row.blocks[position // self.block_size]
             if self._writer[block] is not row:
                 raise ViolationError("kv.exclusive", f"a draft in block {block}, which is shared", row.name)
             self._values[block * self.block_size + position % self.block_size] = _REJECTED
+            self._write_windows(row, position, _REJECTED)
         if self.state_bytes and num_drafts > num_accepted:
             self._states[row.index] = (row.computed + num_drafts - num_accepted, _REJECTED)
         return num_accepted
@@ -601,9 +724,7 @@ class ModelWorker:
             row.fails, row.spoil = True, spoil
             # The KV that the row wrote in this step is invalid too.
             for position in range(given, row.computed):
-                own = row.blocks[position // size]
-                self._values[own * size + position % size] = _SPOILT
-                self._spoils[own] = spoil
+                self._spoil(row, position)
             for checkpoint, found in self._checkpoints.items():
                 if found.writer is row:
                     self._checkpoints[checkpoint] = replace(found, state=(found.state[0], _SPOILT))

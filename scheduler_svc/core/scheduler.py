@@ -41,7 +41,14 @@ from scheduler_svc.core.planning.batch_selection import grammars_to_compile
 from scheduler_svc.core.planning.delivery import Frontends
 from scheduler_svc.core.planning.planner import Planner
 from scheduler_svc.core.planning.results import Settled, settle
-from scheduler_svc.core.planning.row_failures import END_REASONS, FailedRequest, distrust_states, judge, lost_prefix
+from scheduler_svc.core.planning.row_failures import (
+    END_REASONS,
+    FailedRequest,
+    distrust_states,
+    distrust_windows,
+    judge,
+    lost_prefix,
+)
 from scheduler_svc.core.planning.steady import plan_steady
 from scheduler_svc.core.queueing.placement import Placement
 from scheduler_svc.core.requests.history import Story
@@ -607,6 +614,8 @@ class Scheduler:
         worker.pool.distrust(verdict.invalid)
         if worker.checkpoints is not None:
             distrust_states(worker.checkpoints, settled.failed)
+        if worker.windows is not None:
+            distrust_windows(worker, settled.failed)
         if len(verdict.invalid) or len(verdict.in_doubt):
             # The host table does not know which blocks were computed from these.
             worker.swap.drop_cached()

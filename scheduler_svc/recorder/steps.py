@@ -85,6 +85,9 @@ def write_plan(message: pb.Plan, plan: Plan, worker: WorkerState, number_of: Cal
         )
         if admission.checkpoint is not None:
             recorded.checkpoint = admission.checkpoint
+        if admission.windows is not None:
+            recorded.window_tables = _differences(admission.windows.tables.ravel())
+            recorded.window_first, recorded.window_period = admission.windows.first, admission.windows.period
         rows[admission.row] = Row(
             admission.generation, admission.frontend, admission.stream, num_tokens - admission.num_computed_tokens
         )

@@ -36,6 +36,8 @@ _MAX_BLOCK_SIZE = 1 << 16
 _MAX_HIDDEN = 1 << 20
 _MAX_DRAFTS = 64
 """Maximum draft tokens per row and step."""
+_MAX_GROUPS = 64
+"""Maximum number of KV groups."""
 _MAX_DEVICE = 128
 """Maximum length of a device name in characters. The name is only displayed."""
 _MAX_FIELD = 128
@@ -204,6 +206,9 @@ def _encode_admission(
     message.num_prompt_tokens = spec.num_prompt_tokens
     message.num_computed_tokens = admission.num_computed_tokens
     message.block_tables.append(to_column(admission.blocks))
+    if admission.windows is not None:
+        message.block_tables.extend(map(to_column, admission.windows.tables))
+        message.window_first, message.window_period = admission.windows.first, admission.windows.period
     message.sampling = spec.sampling
     message.grammar = spec.grammar
     message.pooling = plan_pb2.Pooling.ValueType(spec.pooling)
@@ -335,8 +340,6 @@ def _grammar_failure(report: plan_pb2.GrammarReport) -> ev.GrammarFailure | None
 def _hello(peer: ev.Peer, hello: plan_pb2.Hello) -> ev.WorkerHello:
     theirs = spoken(hello.protocol_version, hello.newest_protocol_version)
     version = negotiate("plan", scheduler=PLAN_VERSIONS, peer=theirs, role="worker")
-    if hello.num_kv_groups != 1:
-        raise UnsupportedVersionError(f"num_kv_groups: {hello.num_kv_groups} is not supported; use one KV group")
     model = hello.model
     if not (
         0 < len(hello.worker_id.encode()) <= 64
@@ -347,9 +350,12 @@ def _hello(peer: ev.Peer, hello: plan_pb2.Hello) -> ev.WorkerHello:
         and model.vocab_size <= MAX_VOCABULARY
         and model.hidden_size <= _MAX_HIDDEN
         and hello.max_draft_tokens <= _MAX_DRAFTS
+        and 1 <= hello.num_kv_groups <= _MAX_GROUPS
+        and (hello.num_kv_groups == 1) == (not hello.window) == (not hello.window_chunk)
+        and max(hello.window, hello.window_chunk) <= MAX_SEQUENCE
     ):
         raise MalformedFrameError(
-            "Hello: worker_id, max_rows, num_blocks, block_size, max_draft_tokens or model is out of range"
+            "Hello: worker_id, max_rows, num_blocks, block_size, max_draft_tokens, KV groups or model is out of range"
         )
     longest = min(hello.num_blocks, -(-model.max_model_len // max(hello.block_size, 1)))
     if hello.max_rows * longest > _MAX_TABLE:
@@ -380,6 +386,9 @@ def _hello(peer: ev.Peer, hello: plan_pb2.Hello) -> ev.WorkerHello:
         num_disk_blocks=min(hello.num_disk_blocks, _MAX_DISK_BLOCKS),
         num_checkpoints=min(hello.num_checkpoints, _MAX_BLOCKS),
         max_draft_tokens=hello.max_draft_tokens,
+        num_kv_groups=hello.num_kv_groups,
+        window=hello.window,
+        window_chunk=hello.window_chunk,
         device=" ".join(hello.device.split())[:_MAX_DEVICE],
         pid=hello.pid,
         process=hello.process,

@@ -36,6 +36,22 @@ class PagedBatch:
         )
 
 
+def with_released_blocks(batch: PagedBatch, window: int) -> PagedBatch:
+    """Return the batch with NaN in the blocks in front of windows, and with another such block in the tables."""
+    block_size, released = batch.k_cache.shape[2], len(batch.k_cache)
+    k_cache, v_cache = (
+        torch.cat((cache, cache.new_full((1, *cache.shape[1:]), torch.nan))) for cache in (batch.k_cache, batch.v_cache)
+    )
+    block_tables = batch.block_tables.clone()
+    lengths = batch.query_start.diff().tolist()
+    for row, (context, length) in enumerate(zip(batch.context_lens.tolist(), lengths, strict=True)):
+        num_released = max(0, context - length - window + 1) // block_size
+        for cache in (k_cache, v_cache):
+            cache[block_tables[row, :num_released].long()] = torch.nan
+        block_tables[row, :num_released] = released
+    return replace(batch, k_cache=k_cache, v_cache=v_cache, block_tables=block_tables)
+
+
 def paged_batch(
     rows: list[tuple[int, int]],
     *,

@@ -12,7 +12,7 @@ from kernels.native.attention import paged_attention_native
 from kernels.native.library import Native, native_levels
 from kernels.paged_attention import paged_attention, paged_attention_reference
 from tests.examples import examples
-from tests.kernels.batches import PagedBatch, as_float64, head_dims, paged_batch
+from tests.kernels.batches import PagedBatch, as_float64, head_dims, paged_batch, with_released_blocks
 
 DECODE = [(1, 1), (16, 1), (17, 1), (300, 1)]
 MIXED = [(5, 5), (33, 1), (100, 40), (300, 1), (64, 64), (31, 2)]
@@ -269,3 +269,21 @@ def test_a_failed_rows_nan_stays_its_own() -> None:
 
     assert out[0].isnan().all()
     torch.testing.assert_close(out[1], reference(batch)[1].float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [1, 7, 32, 65])
+@pytest.mark.parametrize("rows", [DECODE, MIXED, [(300, 90)]])
+def test_blocks_in_front_of_a_window_are_not_read(rows: list[tuple[int, int]], window: int) -> None:
+    """The reference, the torch path and each native level give the same result if these blocks hold NaN."""
+    batch = paged_batch(rows)
+    released = with_released_blocks(batch, window)
+    expected = reference(batch, window)
+    results = [reference(released, window), on_cpu(released, window)]
+    results += [
+        paged_attention_native(*released.tensors, kernels=kernels, scale=0.125, sliding_window=window)
+        for kernels in native_levels()
+    ]
+
+    assert not torch.equal(batch.block_tables, released.block_tables)
+    for result in results:
+        torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)

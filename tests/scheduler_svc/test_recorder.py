@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from checks.sim.aims import with_checkpoints
+from checks.sim.aims import both, with_checkpoints, with_few_words, with_windows
 from checks.sim.scenario import draw
 from protos.quire.plan.v1 import plan_pb2
 from protos.quire.record.v1 import record_pb2 as pb
@@ -77,6 +77,23 @@ def test_states_and_checkpoints_replay(seed: int, tmp_path: Path) -> None:
     plans = [entry.what.plan for entry in entries(read(tmp_path)) if isinstance(entry.what, PlanAsked)]
     assert any(plan.save_rows for plan in plans if plan is not None)
     assert any(each.checkpoint is not None for plan in plans if plan is not None for each in plan.admissions)
+
+
+@pytest.mark.parametrize("seed", [1, 3])
+def test_tables_for_windows_replay(seed: int, tmp_path: Path) -> None:
+    """Each segment of a run with windows replays from its snapshot, without token ids, and has the rows' tables."""
+    scenario = both(with_few_words, with_windows(7))(draw(seed))
+    result, _ = record_scenario(tmp_path, scenario, 400, cut_every=150)
+
+    outcomes = [replay([segment]) for segment in read(tmp_path)]
+
+    assert result.failure is None
+    assert [outcome.difference for outcome in outcomes if outcome.difference is not None] == []
+    assert sum(outcome.plans for outcome in outcomes) == result.num_plans
+    plans = [entry.what.plan for entry in entries(read(tmp_path)) if isinstance(entry.what, PlanAsked)]
+    admissions = [each for plan in plans if plan is not None for each in plan.admissions]
+    assert all(each.window_tables and each.window_period for each in admissions)
+    assert any(each.window_first for each in admissions)
 
 
 def test_a_planted_difference_is_found_and_named(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from checks.sim.promises.base import Watched
 from checks.sim.promises.eligible import Eligibility, Memory, Obstacle
 from checks.sim.promises.evictions import LeastRecentlyUsedGoFirst
 from checks.sim.promises.order import AdmissionOrder
+from checks.sim.scenario import WindowShape
 from records.rules.violation import StreamName, ViolationError
 from scheduler_svc.core.interface.config import CoreConfig
 from shared.request_spec import Pooling
@@ -23,7 +24,7 @@ class _Key(SimpleNamespace):
 
 
 def _watched(**config: Any) -> Any:
-    scenario = SimpleNamespace(shares_prefixes=True, state_bytes=0, config=CoreConfig(**config))
+    scenario = SimpleNamespace(shares_prefixes=True, state_bytes=0, windows=WindowShape(), config=CoreConfig(**config))
     world = SimpleNamespace(scenario=scenario, coverage=Coverage(), now=0.0)
     one = {"w": object()}
     cluster = SimpleNamespace(epochs=one, sites=one, longest=lambda: 100)

@@ -147,7 +147,6 @@ def test_the_plan_that_the_others_change_is_valid(engine: Engine) -> None:
         (set_columns(append_rows=[3]), "append: a row is not in use"),
         (set_columns(append_blocks=[-1]), "a block ID is outside"),
         (set_columns(append_blocks=[1, 2]), "lengths differ"),
-        (set_columns(append_groups=[1]), "KV group is outside"),
         (set_columns(append_rows=[2] * 9, append_blocks=[1] * 9), "exceeds 9 blocks"),
         (set_columns(chunk_rows=[1, 0]), "not in prefill"),
         (set_columns(chunk_rows=[1, 1]), "appears twice"),
@@ -246,7 +245,7 @@ def test_no_plan_does_worse_than_be_refused(engine: Engine, answer: list[int], d
     """Any mutation of a good plan is executed or refused as a broken contract, and a reset makes all well again."""
     prepare(engine)
     plan = good_plan()
-    columns = ["leaves", "append_rows", "append_blocks", "append_groups", "chunk_rows", "chunk_lengths"]
+    columns = ["leaves", "append_rows", "append_blocks", "chunk_rows", "chunk_lengths"]
     columns += ["copy_sources", "copy_targets"]
     for name in data.draw(st.lists(st.sampled_from([*columns, "holds", "releases"]), max_size=3)):
         setattr(plan, name, data.draw(COLUMN))

@@ -20,6 +20,7 @@ from worker_svc.execution.profiling import run_captured_step, run_largest_step
 from worker_svc.execution.step_sizes import default_rows, default_tokens, gpu_of, largest_captured
 from worker_svc.interface.limits import Limits
 from worker_svc.memory.disk_files import MAX_SLOTS, file_bytes
+from worker_svc.memory.kv_groups import WINDOW_CHUNK, KVGroups, divide
 from worker_svc.memory.kv_pool import allocate, block_bytes, cuda_memory_for_kv
 from worker_svc.model.base import KVCache, Model
 from worker_svc.model.loader import ModelDescription
@@ -87,11 +88,21 @@ def build_engine(
         most = min(config.cuda_graph_tokens or largest_captured(gpu, num_weights, num_layers), max_tokens)
         graphs = _graphs(limits, most, model, draft_model)
     setting = "kv_cache_memory" if device.type == "cpu" else "gpu_memory_utilization"
+    kv_groups = _kv_groups(config, model, limits, accelerator, has_draft_model=draft_model is not None)
+    num_others = 0
+    if kv_groups is not None:
+        kv_shapes = kv_shapes[: kv_groups.num_places]
+        limits = dataclasses.replace(
+            limits, num_kv_groups=kv_groups.num_groups, window=kv_groups.window, window_chunk=WINDOW_CHUNK
+        )
+        num_others = (kv_groups.num_groups - 1) * limits.max_blocks_per_row
     bytes_per_block = block_bytes(kv_shapes, limits.block_size, description.kv_dtype)
     memory = _memory_for_kv(config, model, limits, description.kv_dtype, device, graphs)
     # Blocks without keys and values take no memory, so there are enough to find every checkpoint.
     num_sequences = limits.max_rows + (0 if bytes_per_block else limits.num_checkpoints)
-    num_blocks = count_blocks(memory, bytes_per_block, num_sequences * limits.max_blocks_per_row, setting)
+    num_blocks = count_blocks(
+        memory, bytes_per_block, num_sequences * (limits.max_blocks_per_row + num_others), setting
+    )
     if bytes_per_block and num_blocks < memory // bytes_per_block:
         get_logger().info(
             "KV cache smaller than its memory allows: more blocks than all rows at full length can use are not needed",
@@ -123,7 +134,31 @@ def build_engine(
         make_proposer=_make_proposer(config.speculation, draft_model, device, group, accelerator, graphs.draft_model),
         group=group,
         worker_id=config.worker_id,
+        kv_groups=kv_groups,
     )
+
+
+def _kv_groups(
+    config: WorkerConfig, model: Model, limits: Limits, accelerator: Accelerator | None, *, has_draft_model: bool
+) -> KVGroups | None:
+    """Return the groups of layers, or None for one group.
+
+    Blocks of several groups are not copied to the host, have no room for a draft model's KV, and are not captured in
+    graphs.
+    """
+    keeps_blocks = parse_bytes(config.host_cache) > 0 or bool(config.disk_cache)
+    is_captured = config.cuda_graphs and accelerator is not None
+    if keeps_blocks or is_captured or has_draft_model or model.state_bytes:
+        return None
+    groups = divide(model.kv_shapes, model.windows, max_model_len=limits.max_model_len, chunk=WINDOW_CHUNK)
+    if groups is not None:
+        get_logger().info(
+            "KV behind sliding windows is freed",
+            window=groups.window,
+            kv_groups=groups.num_groups,
+            layers_per_block=groups.num_places,
+        )
+    return groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,9 @@ For a captured decode step the host uploads nothing: the device computes the inp
 For a captured step with chunks or drafts, `step_graphs` copies the batch's tensors into those of the graph.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -103,8 +105,22 @@ class StepBatch:
 class BatchBuilder:
     """Builder of batches, which also advances the row table."""
 
-    def __init__(self, table: RowTable, device: torch.device, lanes: DecodeLanes | None = None) -> None:
-        """Create a builder; `lanes` are the captured graphs' lanes, if any."""
+    def __init__(
+        self,
+        table: RowTable,
+        device: torch.device,
+        lanes: DecodeLanes | None = None,
+        groups: tuple[int, ...] = (),
+    ) -> None:
+        """Create a builder.
+
+        Args:
+            table: the rows.
+            device: device of the batches.
+            lanes: lanes of captured graphs, if any.
+            groups: KV group of each layer; empty if there is one group.
+        """
+        self._groups = groups
         self._table = table
         self._device = device
         self._lanes = lanes
@@ -197,6 +213,8 @@ class BatchBuilder:
                 context_lens=context_lens,
                 max_query_len=1,
                 rows=rows,
+                groups=self._groups,
+                windowed=self._windowed(rows, positions, self._rows_on_device, int(ends.max())),
             ),
             logits_index=None,
             sample_rows=rows,
@@ -225,6 +243,7 @@ class BatchBuilder:
         token_rows, positions = np.repeat(rows, lengths), np.repeat(starts - query_start[:-1], lengths)
         positions += np.arange(num_tokens)
         slots = self._slots(token_rows, positions)
+        windowed = partial(self._windowed, token_rows, positions)
         known_ids = self._with_base_tokens(drafts)
         table.advance(NO_ROWS, NO_ROWS)
         logits_index_, sample_rows, sample_positions_, sampled = NO_ROWS, token_rows, positions + 1, lengths
@@ -242,7 +261,9 @@ class BatchBuilder:
             if num_singles
             else known_ids_,
             positions=positions_,
-            attention=self._attention(rows, slots_, rows_, query_start_, context_lens, lengths, ends, num_singles),
+            attention=self._attention(
+                rows, slots_, rows_, query_start_, context_lens, lengths, ends, num_singles, windowed=windowed
+            ),
             logits_index=logits_index if num_singles else None,
             sample_rows=sample_rows,
             sample_rows_on_device=sample_rows_,
@@ -273,7 +294,8 @@ class BatchBuilder:
         query_start = np.concatenate(([0], np.cumsum(lengths)))
         num_tokens = int(query_start[-1])
         positions = np.repeat(starts - query_start[:-1], lengths) + np.arange(num_tokens)
-        slots = self._slots(np.repeat(rows, lengths), positions)
+        token_rows = np.repeat(rows, lengths)
+        slots = self._slots(token_rows, positions)
         known_ids = np.concatenate(
             [
                 self._with_base_tokens(drafts),
@@ -318,7 +340,16 @@ class BatchBuilder:
             input_ids=torch.cat((table.last_token.index_select(0, rows_[:num_singles]), known_ids_)),
             positions=positions_,
             attention=self._attention(
-                rows, slots_, rows_, query_start_, context_lens, lengths, ends, num_singles, saves
+                rows,
+                slots_,
+                rows_,
+                query_start_,
+                context_lens,
+                lengths,
+                ends,
+                num_singles,
+                saves,
+                windowed=partial(self._windowed, token_rows, positions),
             ),
             logits_index=logits_index,
             sample_rows=sample_rows,
@@ -346,6 +377,8 @@ class BatchBuilder:
         ends: IntArray,
         num_singles: int,
         saves: tuple[StateSave, ...] = (),
+        *,
+        windowed: Callable[[torch.Tensor, int], tuple[tuple[torch.Tensor, torch.Tensor], ...]],
     ) -> AttentionInputs:
         """Return the inputs for rows with `lengths[i]` tokens up to position `ends[i]`; one-token rows come first."""
         return AttentionInputs(
@@ -358,6 +391,8 @@ class BatchBuilder:
             num_leading_decodes=num_singles,
             rows=rows,
             saves=saves,
+            groups=self._groups,
+            windowed=windowed(rows_on_device, int(ends.max())),
         )
 
     def _without_drafts(self, decode_rows: IntArray, drafts: Drafts) -> IntArray:
@@ -414,14 +449,24 @@ class BatchBuilder:
         self._rows_on_device = upload(rows.copy(), self._device)
         self._query_start = upload(np.arange(len(rows) + 1, dtype=np.int32), self._device)
 
-    def _slots(self, rows: IntArray, positions: IntArray) -> IntArray:
+    def _slots(self, rows: IntArray, positions: IntArray, group: int = 0) -> IntArray:
         index, offset = np.divmod(positions, self._block_size)
-        return self._table.tables[0].blocks_at(rows, index) * self._block_size + offset
+        return self._table.tables[group].blocks_at(rows, index) * self._block_size + offset
 
-    def _block_tables(self, rows: torch.Tensor, longest: int) -> torch.Tensor:
+    def _block_tables(self, rows: torch.Tensor, longest: int, group: int = 0) -> torch.Tensor:
         """Return the rows' block tables `[R, blocks of the longest row] int32`."""
         num_blocks = -(-longest // self._block_size)
-        return self._table.tables[0].device_tables[:, :num_blocks].index_select(0, rows)
+        return self._table.tables[group].device_tables[:, :num_blocks].index_select(0, rows)
+
+    def _windowed(
+        self, token_rows: IntArray, positions: IntArray, rows: torch.Tensor, longest: int
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+        """Return `AttentionInputs.windowed` for tokens at these positions of their rows."""
+        if not self._groups:
+            return ()
+        slots = [self._slots(token_rows, positions, group) for group in range(1, len(self._table.tables))]
+        on_device = upload(np.stack(slots), self._device).unbind()
+        return tuple((each, self._block_tables(rows, longest, number)) for number, each in enumerate(on_device, 1))
 
     def _upload(self, arrays: tuple[IntArray | Int32Array, ...], dtype: npt.DTypeLike) -> tuple[torch.Tensor, ...]:
         """Upload the arrays with one copy."""

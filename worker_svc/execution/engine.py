@@ -39,6 +39,7 @@ from worker_svc.interface.plan import Plan
 from worker_svc.interface.result import FailureKind, RowFailure, StepResult, StepTimings
 from worker_svc.memory.block_copies import make_copies
 from worker_svc.memory.disk_tier import HostBytes
+from worker_svc.memory.kv_groups import KVGroups
 from worker_svc.memory.swap import Copies, HostPool
 from worker_svc.model.base import KVCache, Model
 from worker_svc.model.recurrent import StateSave
@@ -101,6 +102,7 @@ class Engine:
         make_proposer: Callable[[RowTable, Sequence[KVCache]], Proposer] | None = None,
         group: Group | None = None,
         worker_id: str = "",
+        kv_groups: KVGroups | None = None,
     ) -> None:
         """Create an engine, and capture its graphs.
 
@@ -118,6 +120,7 @@ class Engine:
                 copied and swapped like those of `model`; None if the worker does not speculate.
             group: the ranks that share the model; None if this process has the whole model.
             worker_id: name of the worker in spans.
+            kv_groups: the groups of layers, whose layers share the `caches`; None with one group.
         """
         self._accelerator = accelerator
         state = None
@@ -125,7 +128,9 @@ class Engine:
             lane_words = DecodeLanes.state_words(decode_sizes) if decode_sizes else 0
             state = DeviceState(accelerator, RowTable.state_words(limits) + lane_words)
         self._model = model
-        self._caches = caches[: len(model.kv_shapes)]
+        self._caches = (
+            caches[: len(model.kv_shapes)] if kv_groups is None else [caches[place] for place in kv_groups.places]
+        )
         self._pool = BlockPool([tensor for pair in caches for tensor in pair], device)
         self._host_pool = HostPool(caches, limits.num_host_blocks, accelerator)
         self._device = device
@@ -150,7 +155,7 @@ class Engine:
             else:
                 lanes = None
         self._proposer = None if make_proposer is None else make_proposer(self._rows, caches[len(model.kv_shapes) :])
-        self._batches = BatchBuilder(self._rows, device, lanes)
+        self._batches = BatchBuilder(self._rows, device, lanes, () if kv_groups is None else kv_groups.groups)
         split = SplitLogits(group, limits.vocab_size) if group is not None and group.size > 1 else None
         self._sampler = Sampler(self._rows, device, accelerator, split)
         self._executor = make_executor(accelerator)

@@ -16,6 +16,10 @@ class Limits:
     num_host_blocks: int = 0
     num_disk_blocks: int = 0
     num_kv_groups: int = 1
+    window: int = 0
+    """Number of tokens that a token attends to in KV groups after the first, including itself; 0 with one group."""
+    window_chunk: int = 0
+    """Maximum number of tokens of one row in a step; 0 with one group."""
     hidden_size: int = 0
     """Number of elements in a token's last hidden state; 0 if the model does not return hidden states."""
     max_draft_tokens: int = 0

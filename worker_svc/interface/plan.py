@@ -73,7 +73,11 @@ class Admission:
     num_prompt_tokens: int
     num_computed_tokens: int
     block_tables: tuple[Int32Array, ...]
-    """One per KV group."""
+    """One per KV group. Those of groups with a window begin at `window_first`, and repeat with `window_period`."""
+    window_first: int = 0
+    """Position of the first entry of tables for windows."""
+    window_period: int = 0
+    """Period of tables for windows after their end, positions."""
     checkpoint: int | None
     """Checkpoint with the recurrent state after `num_computed_tokens` tokens; None: the state begins empty."""
     sampling: SamplingParams
@@ -132,8 +136,6 @@ class Plan:
     admissions: tuple[Admission, ...]
     append_rows: IntArray
     append_blocks: Int32Array
-    append_groups: Int32Array | None
-    """None: all group 0."""
     chunk_rows: IntArray
     """Ascending."""
     chunk_lengths: IntArray

@@ -42,7 +42,7 @@ def decode_plan(message: plan_pb2.Plan, limits: Limits) -> Plan:
     """
     try:
         chunk_rows, chunk_lengths = _chunks(message, limits)
-        append_rows, append_blocks, append_groups = _appends(message, limits)
+        append_rows, append_blocks = _appends(message, limits)
         draft_rows, draft_limits = _draft_limits(message, limits)
         return Plan(
             step=message.step,
@@ -50,7 +50,6 @@ def decode_plan(message: plan_pb2.Plan, limits: Limits) -> Plan:
             admissions=tuple([_admission(admission, limits) for admission in message.admissions]),
             append_rows=append_rows,
             append_blocks=append_blocks,
-            append_groups=append_groups,
             chunk_rows=chunk_rows,
             chunk_lengths=chunk_lengths,
             holds=_rows(message.holds, "hold", limits),
@@ -155,18 +154,15 @@ def _chunks(message: plan_pb2.Plan, limits: Limits) -> tuple[IntArray, IntArray]
     return rows[order], lengths[order]
 
 
-def _appends(message: plan_pb2.Plan, limits: Limits) -> tuple[IntArray, Int32Array, Int32Array | None]:
-    if not (message.append_rows or message.append_blocks or message.append_groups):
-        return NO_ROWS, NO_IDS, None
+def _appends(message: plan_pb2.Plan, limits: Limits) -> tuple[IntArray, Int32Array]:
+    if not (message.append_rows or message.append_blocks):
+        return NO_ROWS, NO_IDS
     narrow, blocks = from_columns(message.append_rows, message.append_blocks)
-    groups = from_columns(message.append_rows, message.append_groups)[1] if message.append_groups else None
     if not len(narrow):
-        return NO_ROWS, NO_IDS, None
+        return NO_ROWS, NO_IDS
     _check_rows(narrow, "append", limits)
     _check_blocks(blocks, limits)
-    if groups is not None and _outside(groups, limits.num_kv_groups):
-        raise PlanError(f"append: a KV group is outside [0, {limits.num_kv_groups})")
-    return narrow.astype(np.int64), blocks, groups
+    return narrow.astype(np.int64), blocks
 
 
 def _draft_limits(message: plan_pb2.Plan, limits: Limits) -> tuple[IntArray, IntArray]:
@@ -255,6 +251,8 @@ def _admission(message: plan_pb2.Admission, limits: Limits) -> Admission:
         num_prompt_tokens=message.num_prompt_tokens,
         num_computed_tokens=message.num_computed_tokens,
         block_tables=_block_tables(message, limits),
+        window_first=message.window_first,
+        window_period=message.window_period,
         checkpoint=checkpoint,
         sampling=sampling,
         sampling_fault=fault,
@@ -270,12 +268,24 @@ def _block_tables(message: plan_pb2.Admission, limits: Limits) -> tuple[Int32Arr
     tables = tuple([from_column(column) for column in message.block_tables])
     if len(tables) != limits.num_kv_groups:
         raise PlanError(f"admission: {len(tables)} block tables do not match {limits.num_kv_groups} KV groups")
+    if len(tables[0]) * limits.block_size < message.num_computed_tokens:
+        raise PlanError("admission: too few blocks for the computed tokens")
     for blocks in tables:
-        if len(blocks) * limits.block_size < message.num_computed_tokens:
-            raise PlanError("admission: too few blocks for the computed tokens")
         if len(blocks):
             _check_blocks(blocks, limits)
+    if limits.num_kv_groups > 1:
+        _check_windows(message, [len(blocks) for blocks in tables[1:]], limits)
     return tables
+
+
+def _check_windows(message: plan_pb2.Admission, lengths: list[int], limits: Limits) -> None:
+    """Check that a row's tables for windows begin early enough, and that a period holds what a step can reach."""
+    first_visible = max(0, message.num_computed_tokens - limits.window + 1) // limits.block_size
+    period, reach = message.window_period, limits.window + limits.window_chunk - 1
+    if message.window_first > first_visible or not lengths[0] or len(set(lengths)) > 1:
+        raise PlanError("admission: the tables for windows begin behind the window, are empty, or differ in length")
+    if period > limits.max_blocks_per_row + reach or (period - 1) * limits.block_size < reach - 1:
+        raise PlanError(f"admission: a window period of {period} blocks does not hold {reach} tokens")
 
 
 def _pooling(message: plan_pb2.Admission, limits: Limits) -> Pooling:

@@ -58,6 +58,8 @@ def encode_hello(
         max_rows=limits.max_rows,
         max_tokens_per_step=limits.max_tokens_per_step,
         num_kv_groups=limits.num_kv_groups,
+        window=limits.window,
+        window_chunk=limits.window_chunk,
         max_draft_tokens=limits.max_draft_tokens,
         device=identity.device,
         pid=identity.pid,

@@ -60,6 +60,15 @@ class AttentionInputs:
     """
     saves: tuple[StateSave, ...] = ()
     """Recurrent states to save within the step."""
+    groups: tuple[int, ...] = ()
+    """KV group of each layer; empty if all layers use the tables above."""
+    windowed: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+    """Slot mapping and block tables of each KV group after the first. Entries in front of the window are not valid."""
+
+    def places(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the slot mapping and the block tables of a layer."""
+        group = self.groups[layer] if self.groups else 0
+        return self.windowed[group - 1] if group else (self.slot_mapping, self.block_tables)
 
     def schedule(self, sliding_window: int | None, num_kv_heads: int) -> DecodeSchedule | None:
         """Return the split of decode rows' keys among GPU programs, for all layers with these parameters.
@@ -79,6 +88,14 @@ class Model(Protocol):
     @property
     def kv_shapes(self) -> tuple[KVShape, ...]:
         """Each layer's KV shape, in the order of the `caches` in `forward`."""
+        ...
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Sliding window of each layer, tokens; None for a layer without one.
+
+        Empty if all layers must use the same block tables.
+        """
         ...
 
     @property

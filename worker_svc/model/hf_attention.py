@@ -134,7 +134,8 @@ def _attend_paged(
     assert cache is not None, "the probe saw a call of this layer"
     k_cache, v_cache = cache
     new_query, new_key, new_value = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
-    write_kv(new_key, new_value, k_cache, v_cache, step.attention.slot_mapping)
+    slots, tables = step.attention.places(layer)
+    write_kv(new_key, new_value, k_cache, v_cache, slots)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     latent = layer_of(module)
     if latent is not None:
@@ -146,7 +147,7 @@ def _attend_paged(
         new_query,
         k_cache,
         v_cache,
-        step.attention.block_tables,
+        tables,
         step.attention.query_start,
         step.attention.context_lens,
         max_query_len=step.attention.max_query_len,

@@ -26,6 +26,10 @@ class InterfaceModel(TransformersModel):
         super().__init__(decoder, [call.kv_shape for call in ordered])
         self._windows = tuple(call.sliding_window for call in ordered)
 
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        return self._windows
+
     def _run(
         self,
         input_ids: torch.Tensor,

@@ -44,6 +44,10 @@ class TransformersModel(ABC):
         return self._kv_shapes
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        return ()
+
+    @property
     def state_bytes(self) -> int:
         return 0
 

@@ -111,6 +111,11 @@ class LlamaModel:
         return (KVShape(self._num_kv_heads, self._head_dim),) * int(self._config.num_hidden_layers)
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        # The native kernels use the same tables for all layers.
+        return tuple(layer.sliding_window for layer in self._layers) if self._packed is None else ()
+
+    @property
     def state_bytes(self) -> int:
         return 0
 
@@ -191,9 +196,10 @@ class LlamaModel:
         residual: torch.Tensor | None = None
         windows = {layer.sliding_window for layer in self._layers}
         schedules = {window: attention.schedule(window, self._num_kv_heads) for window in windows}
-        for layer, cache in zip(self._layers, caches, strict=True):
+        for number, (layer, cache) in enumerate(zip(self._layers, caches, strict=True)):
             normed, residual = self._add_norm(update, layer.input_norm, residual)
-            attended = self._attend(layer, normed, cos, sin, attention, cache, schedules[layer.sliding_window])
+            places = attention.places(number)
+            attended = self._attend(layer, normed, cos, sin, attention, places, cache, schedules[layer.sliding_window])
             normed, residual = self._add_norm(attended, layer.mlp_norm, residual)
             update = self._group.all_reduce(layer.mlp(normed))
         if index is not None:
@@ -349,10 +355,12 @@ class LlamaModel:
         cos: torch.Tensor,
         sin: torch.Tensor,
         attention: AttentionInputs,
+        places: tuple[torch.Tensor, torch.Tensor],
         cache: KVCache,
         schedule: DecodeSchedule | None,
     ) -> torch.Tensor:
         k_cache, v_cache = cache
+        slot_mapping, block_tables = places
         query = rotate_and_cache(
             layer.qkv(hidden),
             layer.query_norm,
@@ -362,13 +370,13 @@ class LlamaModel:
             sin,
             k_cache,
             v_cache,
-            attention.slot_mapping,
+            slot_mapping,
         )
         attended = paged_attention(
             query,
             k_cache,
             v_cache,
-            attention.block_tables,
+            block_tables,
             attention.query_start,
             attention.context_lens,
             max_query_len=attention.max_query_len,

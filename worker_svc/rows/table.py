@@ -251,6 +251,8 @@ class RowTable:
             raise PlanError("chunk: a row is not in prefill")
         if (lengths > self._num_tokens[rows] - self._num_computed[rows]).any():
             raise PlanError("chunk: its length exceeds the remaining tokens of its row")
+        if self._limits.window_chunk and (lengths > self._limits.window_chunk).any():
+            raise PlanError(f"chunk: it exceeds {self._limits.window_chunk} tokens, for which windows have room")
 
     def chunk_tokens(self, row: int, length: int) -> Int32Array:
         """Return the next `length` tokens of a row in prefill."""
@@ -438,8 +440,9 @@ class RowTable:
             self._known.admit(row, admission.generation, tokens)
         if self._history is not None:
             self._history.admit(row, tokens)
-        for tables, blocks in zip(self.tables, admission.block_tables, strict=True):
-            tables.replace(row, blocks)
+        self.tables[0].replace(row, admission.block_tables[0])
+        for tables, blocks in zip(self.tables[1:], admission.block_tables[1:], strict=True):
+            tables.replace(row, self._whole(blocks, admission))
         self.pooling.admit(row, admission.pooling)
         self.sampling.set(row, admission.sampling)
         self.needs_all_logits[row] = admission.needs_all_logits
@@ -454,14 +457,17 @@ class RowTable:
             self.grammars.admit(row, admission.grammar, admission.sampling.stop_token_ids, output)
 
     def _append(self, plan: Plan) -> None:
-        rows, blocks, groups = plan.append_rows, plan.append_blocks, plan.append_groups
-        self._check_used(rows, "append")
-        if groups is None:
-            self.tables[0].append(rows, blocks)
-            return
-        for group, tables in enumerate(self.tables):
-            chosen = groups == group
-            tables.append(rows[chosen], blocks[chosen])
+        self._check_used(plan.append_rows, "append")
+        self.tables[0].append(plan.append_rows, plan.append_blocks)
+
+    def _whole(self, blocks: Int32Array, admission: Admission) -> Int32Array:
+        """Return a row's table for a window, from position 0 to the longest sequence. It does not change later."""
+        positions = np.arange(self._limits.max_blocks_per_row) - admission.window_first
+        length, period = len(blocks), admission.window_period
+        first = max(0, length - period)
+        repeated = first + (positions - length) % min(period, length)
+        whole: Int32Array = blocks[np.where(positions < length, np.maximum(positions, 0), repeated)]
+        return whole
 
     def _set_held(self, rows: IntArray, *, held: bool) -> None:
         what = "hold" if held else "release"

@@ -138,8 +138,7 @@ class DraftModelProposer:
             self._in_host_block[plan.swap_out.targets] = in_block[plan.swap_out.sources]
         if plan.block_copies is not None:
             in_block[plan.block_copies.targets] = in_block[plan.block_copies.sources]
-        appended = plan.append_blocks
-        in_block[appended if plan.append_groups is None else appended[plan.append_groups == 0]] = 0
+        in_block[plan.append_blocks] = 0
         if plan.swap_in is not None:
             in_block[plan.swap_in.targets] = self._in_host_block[plan.swap_in.sources]
         for admission in plan.admissions:

@@ -60,7 +60,8 @@ class PrefixesAreShared(Promise):
 
     def plan_made(self, plan: Plan, epoch: Epoch) -> None:
         scenario = self.world.scenario
-        copies = scenario.shares_prefixes and not scenario.state_bytes and self.config.prefix_cache == "radix"
+        has_boundaries = scenario.state_bytes or scenario.windows.num_groups > 1
+        copies = scenario.shares_prefixes and not has_boundaries and self.config.prefix_cache == "radix"
         if len(plan.copy_sources) and not copies:
             raise ViolationError("prefix.copy", f"blocks are copied under {self.config.prefix_cache}")
 

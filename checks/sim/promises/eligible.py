@@ -97,7 +97,7 @@ class Eligibility(Promise):
                 available += len(row.blocks) - row.num_given // size
                 continue
             longest = _blocks(min(stream.longest, epoch.context) - 1, size)
-            promised += longest
+            promised += longest + _most_window_blocks(epoch, longest)
             growth += max(0, longest - len(row.blocks))
         return Memory(available, growth if epoch.in_flight else 0, promised, stats.blocks_total)
 
@@ -134,9 +134,11 @@ class Eligibility(Promise):
         """Return whether there may not be enough memory for a waiting stream."""
         size = epoch.model.block_size
         needed = _blocks(stream.num_known, size)
+        whole = len(stream.demand.prompt) + stream.demand.max_tokens
+        longest = _blocks(min(whole, epoch.context) - 1, size)
+        needed += epoch.model.max_window_blocks(max(needed, longest))
         if self.config.capacity == "guaranteed_no_evict":
-            whole = len(stream.demand.prompt) + stream.demand.max_tokens
-            longest = _blocks(min(whole, epoch.context) - 1, size)
+            longest += _most_window_blocks(epoch, longest)
             short = memory.promised > 0 and memory.promised + longest > memory.total
         else:
             short = needed + memory.reserve > memory.available
@@ -184,6 +186,11 @@ def assigned_s(promise: Promise) -> float:
         return 0.0
     pace = promise.world.scenario.pace
     return MAX_ASSIGNED * (MAX_ASSIGNED_S + 2 * pace.tick + pace.turn)
+
+
+def _most_window_blocks(epoch: Epoch, longest: int) -> int:
+    """Return the most window blocks of a sequence with two boundaries and a shared prefix."""
+    return 3 * epoch.model.max_window_blocks(longest)
 
 
 def _blocks(num_tokens: int, block_size: int) -> int:

@@ -84,8 +84,9 @@ class LeastRecentlyUsedGoFirst(Promise):
     def __init__(self, watched: Watched) -> None:
         super().__init__(watched)
         scenario = self.world.scenario
-        # With recurrent state, a block is found only through a checkpoint, which may be evicted before the block.
-        self._applies = scenario.shares_prefixes and not scenario.state_bytes and self.config.prefix_cache == "hash"
+        # With recurrent state or windows, a block is found only through a boundary, which may be evicted before it.
+        has_boundaries = scenario.state_bytes or scenario.windows.num_groups > 1
+        self._applies = scenario.shares_prefixes and not has_boundaries and self.config.prefix_cache == "hash"
         self._blocks: dict[Epoch, _Blocks] = {}
 
     def plan_made(self, plan: Plan, epoch: Epoch) -> None:

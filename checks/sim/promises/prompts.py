@@ -159,11 +159,13 @@ class PromptsAreShared(Promise):
         super().__init__(watched)
         self._suspects = suspects
         self._order = PromptOrder(watched)
-        self._longest = self.config.long_prefill_token_threshold
+        self._longest = {self.config.long_prefill_token_threshold}
+        """Chunk lengths that a limit may determine."""
 
     def plan_made(self, plan: Plan, epoch: Epoch) -> None:
         if not len(plan.chunk_rows) or self._suspects.may_try_alone:
             return  # While a suspect request runs alone, all others wait.
+        self._longest = {self.config.long_prefill_token_threshold, epoch.model.longest_window_chunk} - {0}
         order, prompts = self._order, self._order.prompts(plan, epoch)
         # Copies of cached blocks to the device take a part of the budget, for requests at any place in the order.
         budget = most_tokens_of(self, epoch.model) - plan.num_decodes if plan.swap_ins else None
@@ -188,7 +190,7 @@ class PromptsAreShared(Promise):
         """Return whether only the budget limits the prompt in this plan."""
         left = prompt.rest - prompt.chunk
         waits_for_room = left == 1 and prompt.row.pooling is not Pooling.NONE
-        return not left or prompt.chunk == self._longest > 0 or waits_for_room
+        return not left or prompt.chunk in self._longest or waits_for_room
 
 
 class ShortPromptsStart(Promise):
@@ -236,6 +238,7 @@ class ShortPromptsStart(Promise):
         if len(model.rows) + 1 >= min(self.config.max_num_seqs, model.max_rows):
             return
         needed = sum(-(-length // model.block_size) for length in (shortest.num_known, max(others, default=0)))
+        needed += 2 * model.max_window_blocks(model.num_blocks)
         # The first request also reserves the memory into which the short one may grow.
         whole = min(len(shortest.demand.prompt) + shortest.demand.max_tokens, epoch.context)
         needed += max(0, (whole - shortest.num_known) // model.block_size + 1)

@@ -151,6 +151,12 @@ class WorkerHello:
     """Blocks that fit on its disk."""
     num_checkpoints: int = 0
     """Number of checkpoints of recurrent states that it can hold."""
+    num_kv_groups: int = 1
+    """Number of block tables per row. All but the first are for layers with a window."""
+    window: int = 0
+    """Number of tokens that a token attends to in these layers, including itself; 0 if there is one group."""
+    window_chunk: int = 0
+    """Maximum number of tokens of one row in a step; 0 if there is one group."""
     max_draft_tokens: int = 0
     """Maximum number of drafts that the worker verifies per row and step; 0 if it does not speculate."""
     protocol_version: int = 0

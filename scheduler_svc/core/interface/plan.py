@@ -19,6 +19,18 @@ class BlockCopy:
     targets: IndexArray
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowTables:
+    """A row's block tables for layers with a sliding window, complete from admission on."""
+
+    first: int
+    """Position of the first entry; earlier blocks of the sequence are out of reach."""
+    period: int
+    """After its end, a table repeats with this period."""
+    tables: IndexArray
+    """`[groups, positions]`: block of each position."""
+
+
 @dataclass(slots=True, kw_only=True)
 class RowAdmission:
     """Admission of a request to a row."""
@@ -35,7 +47,9 @@ class RowAdmission:
     num_loaded_tokens: int = 0
     """Number of these tokens that were read from disk before."""
     blocks: IndexArray
-    """Block table of KV group 0, `[num_blocks]`."""
+    """Block table of the first KV group, `[num_blocks]`."""
+    windows: WindowTables | None = None
+    """Tables of the other groups; None if there are none."""
     checkpoint: int | None = None
     """Checkpoint that the row's recurrent state is restored from, before the forward pass."""
     frontend: Peer

@@ -312,12 +312,20 @@ class BlockPool:
         self._uncache(gone)
         self._push_free(gone)
 
-    def validate(self, tables: Iterable[Iterable[int]]) -> None:
-        """Check the block counts against the block tables, which must account for all references."""
+    def validate(self, tables: Iterable[Iterable[int]], in_windows: Iterable[IndexArray] = ()) -> None:
+        """Check the block counts against the block tables, which must account for all references.
+
+        Args:
+            tables: the block table of each row.
+            in_windows: the window blocks of each row.
+        """
         references = np.zeros(self.num_blocks, np.int64)
         for table in tables:
             for block in table:
                 references[block] += 1
+        is_shared = references > 1
+        for blocks in in_windows:
+            references[blocks] += 1
         claims = self._claims
         is_held = (claims > 0) & (claims < _RETIRED)
         assert np.array_equal(references, np.where(is_held, claims, 0)), "references differ from the block tables"
@@ -328,7 +336,7 @@ class BlockPool:
         assert stack == np.flatnonzero(free).tolist(), "a block is free twice or lost"
         assert self._content.holds[cached].all()
         assert not self._content.holds[free].any()
-        assert self._content.holds[references > 1].all(), "a block is shared that is not in the cache"
+        assert self._content.holds[is_shared].all(), "a block is shared that is not in the cache"
         waiting = sum(int(np.count_nonzero(claims[blocks] == claim)) for _, claim, blocks in self._retired)
         assert waiting == self.num_retired, "a retired block waits for no step"
         assert sorted(self._cached.validate()) == np.flatnonzero(cached).tolist(), "a cached block is not queued"

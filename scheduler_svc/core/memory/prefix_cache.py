@@ -24,6 +24,7 @@ from scheduler_svc.core.memory.partial_blocks import PartialBlocks, PartialMatch
 from scheduler_svc.core.memory.prefix_directory import PrefixDirectory
 from scheduler_svc.core.memory.state_checkpoints import StateCheckpoints
 from scheduler_svc.core.memory.token_facts import TokenFacts
+from scheduler_svc.core.memory.window_blocks import WindowBlocks
 from shared.frames import TOKEN_BYTES
 from shared.prefix_keys import KEY_BYTES, BlockKey
 
@@ -73,6 +74,7 @@ class PrefixCache:
         epoch: int = 0,
         facts: TokenFacts | None = None,
         checkpoints: StateCheckpoints | None = None,
+        windows: WindowBlocks | None = None,
     ) -> None:
         """Make an empty cache.
 
@@ -83,7 +85,9 @@ class PrefixCache:
             epoch: the worker's epoch.
             facts: gets every partial match.
             checkpoints: states after blocks, which are dropped with their blocks; None if the model has no state.
+            windows: window blocks attached to cached blocks, which are dropped with them; None without windows.
         """
+        self._windows = windows
         self._checkpoints = checkpoints
         self._facts = facts if facts is not None else TokenFacts()
         self._directory = directory
@@ -102,7 +106,7 @@ class PrefixCache:
         self._pending: dict[BlockKey, int] = {}
         """For each key, the number of rows in prefill that compute this block next."""
         self.holds = np.zeros(num_blocks, np.bool_)
-        """Whether a block is shareable, or is a tail to copy from; read-only."""
+        """Whether a block is shareable, is a tail to copy from, or is an attached window block; read-only."""
         self.doubted = np.zeros(num_blocks, np.bool_)
         """Shareable blocks that a failed request has shared (`row_failures`); read-only."""
 
@@ -184,6 +188,11 @@ class PrefixCache:
             gone.append(blocks[tails])
             self.holds[blocks[tails]] = False
             blocks = blocks[~tails]
+        if self._windows is not None:
+            attached = self._windows.is_attached(blocks)
+            gone.append(self._windows.detach(blocks[attached]))
+            self.holds[gone[-1]] = False
+            blocks = blocks[~attached]
         position = 0
         while position < len(blocks):
             first = blocks.item(position)
@@ -204,7 +213,16 @@ class PrefixCache:
             self.partial.forget(forgotten)
         if self._checkpoints is not None:
             self._checkpoints.forget(forgotten)
+        if self._windows is not None:
+            detached = self._windows.forget(forgotten)
+            self.holds[detached] = False
+            return np.concatenate((forgotten, detached))
         return forgotten
+
+    def attach(self, row: int, blocks: IndexArray, *, last_written: int | None = None) -> None:
+        """Make a row's tail available to requests that share these cached blocks; see `WindowBlocks.attach`."""
+        assert self._windows is not None
+        self.holds[self._windows.attach(row, blocks, last_written=last_written)] = True
 
     def prove(self, root: BlockKey, keys: bytes, tokens: bytes, blocks: IndexArray) -> None:
         """Mark the blocks of a sequence that starts with `tokens` as proven, so that others can copy from them.
@@ -315,6 +333,10 @@ class PrefixCache:
             listed = [block for block in runs if self.partial.proven[block]]
             assert sorted(listed) == np.flatnonzero(self.partial.listed & ~self.partial.tails).tolist()
             seen += np.flatnonzero(self.partial.tails).tolist()
+        if self._windows is not None:
+            self._windows.validate()
+            every = np.arange(len(self.holds))
+            seen += every[self._windows.is_attached(every)].tolist()
         assert sorted(seen) == np.flatnonzero(self.holds).tolist(), "a block is in two runs, or in none"
         assert self._pending == Counter(self._next_keys.values())
         assert self.holds[self.doubted].all()

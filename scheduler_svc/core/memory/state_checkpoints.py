@@ -25,19 +25,11 @@ from typing import NamedTuple
 import numpy as np
 
 from scheduler_svc.core.interface.arrays import IndexArray
-from shared.prefix_keys import KEY_BYTES, BlockKey
+from scheduler_svc.core.memory.boundaries import Boundaries
 
 _NONE = -1
 _PRIVATE_PART = 2
 """At most one slot in this many is private, so that running rows do not use up the slots."""
-
-
-class _Wanted(NamedTuple):
-    """A block boundary at which a row in prefill saves its state."""
-
-    num_blocks: int
-    key: BlockKey
-    """Key of the last of these blocks."""
 
 
 class _Private(NamedTuple):
@@ -47,10 +39,11 @@ class _Private(NamedTuple):
     slot: int
 
 
-class StateCheckpoints:
+class StateCheckpoints(Boundaries):
     """Table of the checkpoint slots [0, num_slots) of one worker in one epoch."""
 
     def __init__(self, num_slots: int, num_blocks: int) -> None:
+        super().__init__()
         self.num_slots = num_slots
         self.num_saved = 0
         self.num_restored = 0
@@ -67,8 +60,6 @@ class StateCheckpoints:
         self._private: dict[int, list[_Private]] = {}
         """By row: its private checkpoints, ascending."""
         self._num_private = 0
-        self._wanted: dict[int, list[_Wanted]] = {}
-        """By row in prefill: the boundaries that it has not reached, ascending."""
         self._planned: set[int] = set()
         """Slots that the plan being made saves to."""
 
@@ -92,46 +83,7 @@ class StateCheckpoints:
         self.num_restored += 1
         return slot
 
-    def want(self, row: int, keys: bytes, counts: list[int]) -> BlockKey:
-        """Set the boundaries at which a row in prefill saves its state; return the key of the first one.
-
-        Args:
-            row: the row.
-            keys: the joined keys of its blocks.
-            counts: number of blocks before each boundary, ascending.
-        """
-        self._wanted[row] = [_Wanted(count, keys[KEY_BYTES * (count - 1) : KEY_BYTES * count]) for count in counts]
-        return self.next_key(row)
-
-    def next_key(self, row: int) -> BlockKey:
-        """Return the key of the boundary that a row in prefill reaches next; empty if it reaches none."""
-        wanted = self._wanted.get(row)
-        return wanted[0].key if wanted else b""
-
-    def awaited(self, keys: bytes, num_found: int) -> BlockKey:
-        """Return the key of the longest boundary that a row is about to save and a request can use; empty if none.
-
-        Args:
-            keys: the joined keys that the request can share.
-            num_found: number of blocks that it can share now.
-        """
-        longest, found = num_found, b""
-        for wanted in self._wanted.values():
-            for count, key in wanted[:1]:
-                if count > longest and keys[KEY_BYTES * (count - 1) : KEY_BYTES * count] == key:
-                    longest, found = count, key
-        return found
-
     # ---------------------------------------------------------------- plans
-
-    def reached(self, row: int, num_blocks: int) -> list[int]:
-        """Remove and return the boundaries of a row in prefill that the plan being made reaches, in blocks."""
-        wanted = self._wanted.get(row, [])
-        found = [count for count, _ in wanted if count <= num_blocks]
-        self._wanted[row] = wanted[len(found) :]
-        if not self._wanted[row]:
-            del self._wanted[row]
-        return found
 
     def save(self, row: int, generation: int, block: int) -> int | None:
         """Return the slot for the state after a cached block; None if it is saved already or no slot is left."""
@@ -178,7 +130,7 @@ class StateCheckpoints:
         Returns:
             the number of tokens of this checkpoint, which `publish` or `discard` must take next; 0 without one.
         """
-        self._wanted.pop(row, None)
+        self.left(row)
         own = self._private.get(row)
         if own is None:
             return 0

@@ -271,8 +271,10 @@ class Admission:
             return False
         rows, block_size = worker.rows, worker.rows.block_size
         whole, worst = -(-len(request.tokens) // block_size), -(-(worker.limit_of(request) - 1) // block_size)
-        worst_of_both = worst - (1 - worker.limit_of(first)) // block_size
-        num_blocks, num_available = whole - (-len(first.tokens)) // block_size, worker.pool.num_available
+        in_windows = sum(worker.num_window_blocks(each, 0) for each in (request, first))
+        worst_of_both = worst - (1 - worker.limit_of(first)) // block_size + in_windows
+        num_blocks = whole - (-len(first.tokens)) // block_size + in_windows
+        num_available = worker.pool.num_available
         for is_cached in (False, True):
             if is_cached:
                 # Only search for cached blocks if they matter.
@@ -481,7 +483,9 @@ class Admission:
     def _admitted(self, request: Request) -> None:
         self._backlog.admitted(request, self._worker)
         self._num_admitted += 1
-        self._num_bytes += admission_bytes(request, self._worker.rows.block_size)
+        rows, windows = self._worker.rows, self._worker.windows
+        num_entries = 0 if windows is None else windows.max_entries(len(request.tokens))
+        self._num_bytes += admission_bytes(request, rows.block_size, num_entries)
         self._load += DECODE_COST  # This step computes the request's prompt, or the request used up the budget.
         self._worker.gate.admitted(len(request.tokens), self._now)
         self._overtake(request)
@@ -553,11 +557,18 @@ def _requeue_if_late(request: Request, backlog: Backlog, now: float) -> bool:
     return True
 
 
-def admission_bytes(request: Request, block_size: int) -> int:
-    """Return an upper bound on the bytes that the request's admission takes in the plan's frame."""
+def admission_bytes(request: Request, block_size: int, num_window_entries: int = 0) -> int:
+    """Return an upper bound on the bytes that the request's admission takes in the plan's frame.
+
+    Args:
+        request: the request.
+        block_size: tokens per block.
+        num_window_entries: entries in its tables for windows.
+    """
     num_tokens = len(request.tokens)
     columns = TOKEN_BYTES * (num_tokens - (-num_tokens // block_size))
     spec = request.spec
+    columns += TOKEN_BYTES * num_window_entries
     return _OVERHEAD + columns + len(spec.sampling) + len(spec.grammar) + 4 * len(spec.request_id)
 
 
@@ -569,7 +580,7 @@ def _released_blocks(worker: Worker, rows: IndexArray, shared: IndexArray) -> In
         rows: the rows, `[n]`.
         shared: the cached blocks that the urgent request shares and needs in any case.
     """
-    tables = (worker.rows.blocks(row) for row in rows.tolist())
+    tables = (worker.held_blocks(row) for row in rows.tolist())
     if len(shared):
         is_shared = np.zeros(worker.pool.num_blocks, np.bool_)
         is_shared[shared] = True
@@ -659,6 +670,7 @@ def victims_for_urgent(
     need_row = rows.num_running >= min(config.max_num_seqs, rows.max_rows)
     cached = worker.match_on_device(request).blocks
     num_new = -(-len(request.tokens) // rows.block_size) - len(cached)
+    num_new += worker.num_window_blocks(request, len(cached))
     # Retired blocks become available without preemption when the result arrives.
     num_available = pool.num_available - pool.count_idle(cached) + pool.num_retired
     need_blocks = max(0, num_new + worker.capacity.reserve(rows) - num_available)

@@ -458,6 +458,10 @@ class Planner:
             worker = self._worker
             self._pool.read(source, last_step=worker.last_step + 1, answered_step=worker.answered_step)
             num_cached_tokens += room.partial.num_tokens
+        window_room, taken = room.window, NO_INDICES
+        if window_room is not None:
+            self._pool.share(window_room.tail.ravel())
+            taken = self._pool.take(window_room.num_new)
         blocks = self._pool.take(room.num_new)
         if len(room.cached):
             blocks = np.concatenate((room.cached, blocks))
@@ -477,7 +481,15 @@ class Planner:
             num_computed=num_computed,
             num_shared=len(room.cached),
             rank=self._policy.rank(request),
+            num_window_blocks=0 if window_room is None else window_room.tail.size + window_room.num_new,
         )
+        windows = None
+        if window_room is not None:
+            assert self._worker.windows is not None
+            windows = self._worker.windows.open(
+                row, window_room, taken, num_shared=len(room.cached), num_blocks=self._longest(row, len(blocks))
+            )
+            self._worker.want_boundaries(row, window_room.boundaries)
         checkpoint = None
         if self._worker.checkpoints is not None:
             checkpoint = self._worker.checkpoints.restore(int(room.cached[-1])) if len(room.cached) else None
@@ -507,12 +519,17 @@ class Planner:
             num_restored_tokens=num_restored,
             num_loaded_tokens=num_loaded,
             blocks=blocks,
+            windows=windows,
             frontend=request.key.frontend,
             stream=request.key.stream,
             attempt=request.attempts,
             queued_since=request.wait.since,
             checkpoint=checkpoint,
         )
+
+    def _longest(self, row: int, num_blocks: int) -> int:
+        """Return the number of blocks of the row's longest possible sequence, which has `num_blocks` now."""
+        return max(num_blocks, -(-(self._rows.limit.item(row) - 1) // self._rows.block_size))
 
     def _issue(self, decodes: IndexArray) -> Plan:
         worker, rows = self._worker, self._rows
@@ -528,6 +545,8 @@ class Planner:
         prefilled, pooled = self._advance_prefills()
         append_rows = _joined(self._allocation.appended_rows)
         saves = save_states(worker, append_rows, self._chunks.rows)
+        if worker.windows is not None:
+            worker.release_passed([*append_rows.tolist(), *self._chunks.rows])
         sampling, chunk_rows = decodes, _indices(self._chunks.rows)
         if prefilled:
             sampling = np.concatenate((decodes, np.array(prefilled, np.intp)))

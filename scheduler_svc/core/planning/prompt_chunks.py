@@ -52,7 +52,7 @@ class StepChunks:
             longest: most tokens of one prompt in the step.
         """
         self._worker = worker
-        self._longest = longest
+        self._longest = longest if worker.windows is None else min(longest, worker.windows.max_step)
         self._break_even = worker.model.break_even_context
         self._at: dict[int, int] = {}
         """By row, the position of its chunk."""

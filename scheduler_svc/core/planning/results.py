@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from scheduler_svc.core.interface.arrays import ONE, IndexArray, Int32Array, any_of, spread, where
+from scheduler_svc.core.interface.arrays import NO_INDICES, ONE, IndexArray, Int32Array, any_of, spread, where
 from scheduler_svc.core.interface.errors import ProtocolViolationError
 from scheduler_svc.core.interface.events import FailedRow, RowScores, StepDone
 from scheduler_svc.core.interface.records import NoteKind
@@ -410,9 +410,13 @@ def _failed_request(worker: Worker, failure: FailedRow) -> FailedRequest | None:
         return None
     request = rows.requests[row]
     if request is not None and rows.generation[row] == failure.generation:
-        return FailedRequest(request, failure, rows.blocks(row).copy(), rows.shared.item(row), in_row=True)
+        window_blocks = NO_INDICES if worker.windows is None else worker.windows.suspects(row)
+        blocks, num_shared = rows.blocks(row).copy(), rows.shared.item(row)
+        return FailedRequest(request, failure, blocks, num_shared, window_blocks, in_row=True)
     departure = worker.departed.get((row, failure.generation))
     if departure is None or departure.failure_handled:
         return None
     departure.failure_handled = True
-    return FailedRequest(departure.request, failure, departure.blocks, departure.num_shared, in_row=False)
+    return FailedRequest(
+        departure.request, failure, departure.blocks, departure.num_shared, departure.window_blocks, in_row=False
+    )

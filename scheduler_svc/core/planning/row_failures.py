@@ -13,8 +13,9 @@ result together, in one pass over the rows and their blocks:
 * Invalid blocks leave the prefix cache. Every request that shares an invalid block is recomputed, whether it has failed
   or not.
 * A failed request that has shared blocks which are neither sound nor invalid is recomputed without sharing.
-* A failed request that began with a checkpoint of recurrent state is recomputed without sharing, because sound blocks
-  do not prove the state. The checkpoint is dropped.
+* A failed request that began with a checkpoint of recurrent state, or with window blocks of another request, is
+  recomputed without sharing, because sound blocks do not prove them. The checkpoint is dropped, and so are all window
+  blocks that a failed request has read or written.
 * Any other failed request has failed because of its own KV, and ends. The checkpoints that a failed request has saved
   are dropped.
 
@@ -59,6 +60,8 @@ class FailedRequest:
     """Its block table, `[num_blocks]`."""
     num_shared: int
     """Number of leading blocks written by other requests."""
+    window_blocks: IndexArray
+    """The window blocks that it has read or written."""
     in_row: bool
     """Whether it still has the row."""
 
@@ -113,7 +116,7 @@ def judge(worker: Worker, failed: Sequence[FailedRequest], healthy: IndexArray) 
     for each, blocks in zip(nonfinite, reads, strict=True):
         if any_of(is_invalid[blocks]):
             verdict.again.append(each)
-        elif len(blocks) or (worker.checkpoints is not None and each.num_shared):
+        elif len(blocks) or (worker.has_boundaries and each.num_shared):
             verdict.alone.append(each)
         else:
             verdict.ends.append(each)
@@ -139,6 +142,14 @@ def distrust_states(checkpoints: StateCheckpoints, failed: Sequence[FailedReques
         if each.failure.kind is FailureKind.NOT_FINITE:
             checkpoints.distrust(each.failure.row, each.failure.generation)
             checkpoints.forget(each.blocks[max(0, each.num_shared - 1) : each.num_shared])
+
+
+def distrust_windows(worker: Worker, failed: Sequence[FailedRequest]) -> None:
+    """Drop the cached window blocks that rows with non-finite logits have read or written."""
+    assert worker.windows is not None
+    parts = [each.window_blocks for each in failed if each.failure.kind is FailureKind.NOT_FINITE]
+    blocks = np.unique(np.concatenate((NO_INDICES, *parts)))
+    worker.pool.distrust(blocks[worker.windows.is_attached(blocks)])
 
 
 def _without(blocks: IndexArray, excluded: BoolArray) -> IndexArray:

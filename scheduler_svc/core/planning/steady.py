@@ -49,6 +49,8 @@ def plan_steady(worker: Worker, step_deadline_s: float, now: float) -> Plan | No
         worker.capacity.grew(len(needy))
     rows.plan_steady(needy, blocks)
     saves = save_states(worker, needy, [])
+    if worker.windows is not None:
+        worker.release_passed(needy.tolist())
     steady = rows.steady or rows.gather()
     shape = StepShape(num_rows, 0, worker.decoded(decodes))
     least_s, expected_s, allowance = worker.costs.bounds(shape, step_deadline_s)

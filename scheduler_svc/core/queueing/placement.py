@@ -22,6 +22,7 @@ from scheduler_svc.core.interface.arrays import NO_INDICES, IndexArray
 from scheduler_svc.core.memory.partial_blocks import PartialMatch
 from scheduler_svc.core.memory.prefix_directory import PrefixDirectory
 from scheduler_svc.core.memory.swapping import SwappedKV
+from scheduler_svc.core.memory.window_blocks import WindowRoom
 from scheduler_svc.core.queueing.backlog import Backlog
 from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.workers.worker import Match, Worker
@@ -53,6 +54,8 @@ class Room:
     """A block to copy to the first new one."""
     swapped: SwappedKV | None = None
     """Its KV in the worker's host memory, to copy to the first new blocks."""
+    window: WindowRoom | None = None
+    """Its blocks for layers with a sliding window; None if the worker has one KV group."""
 
 
 def find_room(worker: Worker, request: Request, match: Match) -> Room | None:
@@ -63,6 +66,8 @@ def find_room(worker: Worker, request: Request, match: Match) -> Room | None:
     worst_blocks = -(-(worker.limit_of(request) - 1) // block_size)
     # Cached blocks that no row holds count as available until a request shares or copies them.
     num_available = worker.pool.num_available - worker.pool.count_idle(cached)
+    if worker.windows is not None:
+        return _find_windowed_room(worker, request, match, num_new, worst_blocks, num_available)
     num_copied = 0 if partial is None else worker.pool.count_idle(np.array([partial.block], np.intp))
     fits = partial_fits = worker.capacity.admits(
         worker.rows, num_new=num_new, worst_blocks=worst_blocks, num_available=num_available
@@ -75,6 +80,41 @@ def find_room(worker: Worker, request: Request, match: Match) -> Room | None:
         return Room(cached, num_new, partial, match.swapped)
     # A partial copy saves too little to wait for memory.
     return Room(cached, num_new) if fits else None
+
+
+def _find_windowed_room(
+    worker: Worker, request: Request, match: Match, num_new: int, worst_blocks: int, num_available: int
+) -> Room | None:
+    """Return the memory on a worker with windows, or None.
+
+    Boundaries need further blocks, so the row has none if memory is short.
+
+    Args:
+        worker: the worker.
+        request: the request.
+        match: its cached prefix.
+        num_new: blocks of the first KV group to take.
+        worst_blocks: blocks of that group for its longest possible sequence.
+        num_available: blocks that can be taken in addition to the cached ones.
+    """
+    windows, num_shared = worker.windows, len(match.blocks)
+    assert windows is not None
+    tail = windows.tail_of(match.blocks)
+    num_available -= worker.pool.count_idle(tail.ravel())
+    num_blocks = max(worst_blocks, num_shared + num_new)
+    boundaries = worker.boundaries(request, match)
+    for kept in (boundaries, ()) if boundaries else ((),):
+        num_taken = windows.num_taken(num_shared, num_blocks, kept)
+        # With boundaries, memory must suffice up to the longest sequence. A request must not run out of it for them.
+        growth = num_blocks - num_shared - num_new if kept else 0
+        if num_new + num_taken + growth <= num_available and worker.capacity.admits(
+            worker.rows,
+            num_new=num_new + num_taken,
+            worst_blocks=worst_blocks + tail.size + num_taken,
+            num_available=num_available,
+        ):
+            return Room(match.blocks, num_new, window=WindowRoom(tail, num_taken, kept))
+    return None
 
 
 class Placement:

@@ -112,7 +112,8 @@ class Capacity:
         """
         if not (self.is_growing or growth):
             return 0
-        return min(self.headroom, rows.worst_blocks - rows.num_table_blocks + growth)
+        left = rows.worst_blocks - rows.num_table_blocks - rows.num_window_blocks
+        return min(self.headroom, left + growth)
 
     def grew(self, num_blocks: int) -> None:
         """Record that running requests took blocks for further tokens."""

@@ -24,6 +24,7 @@ from scheduler_svc.core.memory.prefix_directory import PrefixDirectory
 from scheduler_svc.core.memory.state_checkpoints import StateCheckpoints
 from scheduler_svc.core.memory.swapping import SwapSpace
 from scheduler_svc.core.memory.token_facts import TokenFacts
+from scheduler_svc.core.memory.window_blocks import WindowBlocks
 from scheduler_svc.core.requests.request import Request, RequestState
 from scheduler_svc.core.workers.batching import BatchGate
 from scheduler_svc.core.workers.capacity import Capacity
@@ -126,10 +127,11 @@ class Fleet:
                 f"worker: num_blocks {hello.num_blocks}, block_size {hello.block_size} and max_rows {hello.max_rows}"
                 " must each be at least 1; give it more memory or larger limits"
             )
-        if min(hello.model.max_model_len, hello.num_blocks * hello.block_size) < 2:
+        longest = min(hello.model.max_model_len, _num_positions(hello, hello.num_blocks) * hello.block_size)
+        if longest < 2:
             return (
-                f"max_model_len: {min(hello.model.max_model_len, hello.num_blocks * hello.block_size)} is too short for"
-                " a prompt token and a generated token; give the worker room for at least 2"
+                f"max_model_len: {longest} is too short for a prompt token and a generated token; give the worker room"
+                " for at least 2"
             )
         rows = min(hello.max_rows, self._config.max_num_seqs)
         if hello.max_tokens_per_step < rows:
@@ -167,15 +169,17 @@ class Fleet:
         self._next_epoch = (self._next_epoch + 1) % (1 << 64) or 1
         self._model = hello.model
         self._block_size = hello.block_size
-        max_model_len = min(hello.model.max_model_len, num_blocks * hello.block_size, MAX_SERVED_SEQUENCE)
+        windows = _windows(hello, num_blocks)
+        room = _num_positions(hello, num_blocks) * hello.block_size
+        max_model_len = min(hello.model.max_model_len, room, MAX_SERVED_SEQUENCE)
         # A recurrent state cannot be rolled back, so a row can reuse computed tokens only up to a checkpoint.
         is_recurrent = hello.model.state_bytes > 0
         num_slots = hello.num_checkpoints if is_recurrent and config.prefix_cache != "off" else 0
         checkpoints = StateCheckpoints(num_slots, num_blocks) if num_slots else None
         shares_prefixes = config.prefix_cache != "off" and (not is_recurrent or checkpoints is not None)
-        copies_parts = shares_prefixes and config.prefix_cache == "radix" and not is_recurrent
+        copies_parts = shares_prefixes and config.prefix_cache == "radix" and not is_recurrent and windows is None
         partial = PartialBlocks(num_blocks, hello.block_size) if copies_parts else None
-        cache = PrefixCache(num_blocks, partial, self.directory, self._next_epoch, self._facts, checkpoints)
+        cache = PrefixCache(num_blocks, partial, self.directory, self._next_epoch, self._facts, checkpoints, windows)
         costs = CostModel()
         worker = self._workers[hello.worker] = Worker(
             peer=hello.worker,
@@ -193,7 +197,7 @@ class Fleet:
             gate=BatchGate(config.batching),
             shares_prefixes=shares_prefixes,
             swap=SwapSpace(
-                0 if is_recurrent else hello.num_host_blocks,
+                0 if is_recurrent or windows is not None else hello.num_host_blocks,
                 num_disk_blocks=hello.num_disk_blocks,
                 caches=shares_prefixes,
                 directory=self.directory,
@@ -204,6 +208,7 @@ class Fleet:
             pid=hello.pid,
             facts=self._facts,
             checkpoints=checkpoints,
+            windows=windows,
         )
         if worker.swap.disk is not None:
             self.with_disk[worker.epoch] = worker
@@ -282,6 +287,25 @@ class Fleet:
         for worker in self:
             for step in worker.in_flight:
                 step.allowance += now - last
+
+
+def _windows(hello: ev.WorkerHello, num_blocks: int) -> WindowBlocks | None:
+    """Return the window blocks of a worker that has KV groups with a window."""
+    if hello.num_kv_groups == 1:
+        return None
+    return WindowBlocks(
+        num_blocks,
+        hello.block_size,
+        window=hello.window,
+        num_tables=hello.num_kv_groups - 1,
+        max_step=max(hello.window_chunk, 1 + hello.max_draft_tokens),
+    )
+
+
+def _num_positions(hello: ev.WorkerHello, num_blocks: int) -> int:
+    """Return the number of blocks of the longest sequence that fits into `num_blocks` blocks of all KV groups."""
+    windows = _windows(hello, num_blocks)
+    return num_blocks if windows is None else windows.max_positions(num_blocks)
 
 
 def _contradiction(served: ev.ModelFacts, found: ev.ModelFacts) -> str | None:

@@ -134,9 +134,15 @@ class RowTable:
         self.num_running = 0
         """Number of occupied rows."""
         self.worst_blocks = 0
-        """Blocks in the longest possible sequences of all running requests. A shared block counts once per request."""
+        """Blocks in the longest possible sequences of all running requests, and their window blocks.
+
+        A shared block counts once per request.
+        """
         self.num_table_blocks = 0
         """Blocks in all block tables. A shared block counts once per table."""
+        self._window_blocks = np.zeros(max_rows, np.intp)
+        self.num_window_blocks = 0
+        """Window blocks of all running requests at their admission. A shared block counts once per request."""
         self.num_all_generated = 0
         """Tokens that the running requests have generated and delivered."""
         self._decoding: IndexArray | None = None
@@ -235,6 +241,7 @@ class RowTable:
         num_computed: int,
         num_shared: int,
         rank: float,
+        num_window_blocks: int = 0,
     ) -> int:
         """Put a request into a free row, in prefill; return the row.
 
@@ -246,6 +253,7 @@ class RowTable:
             num_computed: leading tokens whose KV is in the blocks.
             num_shared: leading blocks that other requests have written.
             rank: its urgency, smaller is more urgent.
+            num_window_blocks: number of its window blocks.
         """
         self.catch_up()
         row = self._free.pop()
@@ -260,7 +268,9 @@ class RowTable:
         self._length[row] = self._committed[row] = num_tokens
         self.computed[row] = num_computed
         self.limit[row] = limit
-        self.worst_blocks += self._worst_blocks(limit)
+        self._window_blocks[row] = num_window_blocks
+        self.num_window_blocks += num_window_blocks
+        self.worst_blocks += self._worst_blocks(limit) + num_window_blocks
         self.num_table_blocks += num_blocks
         self.num_all_generated += request.num_generated
         self.set_allowed(row, request.allowed)
@@ -307,7 +317,10 @@ class RowTable:
         self._many_stops.pop(row, None)
         self._free.append(row)
         self.num_running -= 1
-        self.worst_blocks -= self._worst_blocks(self.limit.item(row))
+        num_window_blocks = self._window_blocks.item(row)
+        self.num_window_blocks -= num_window_blocks
+        self.worst_blocks -= self._worst_blocks(self.limit.item(row)) + num_window_blocks
+        self._window_blocks[row] = 0
         self.num_table_blocks -= len(blocks)
         return request, blocks
 
@@ -520,7 +533,9 @@ class RowTable:
         assert self.num_running == self.max_rows - len(self._free)
         assert self.num_table_blocks == self._num_blocks.sum()
         assert self.num_all_generated == sum(map(self.num_generated, self.occupied()))
-        assert self.worst_blocks == sum(self._worst_blocks(int(self.limit[row])) for row in self.occupied())
+        assert self.num_window_blocks == self._window_blocks.sum()
+        worst_blocks = sum(self._worst_blocks(int(self.limit[row])) for row in self.occupied())
+        assert self.worst_blocks == worst_blocks + self.num_window_blocks
 
     def _worst_blocks(self, limit: int) -> int:
         """Return the blocks for a sequence of `limit` tokens. The last token is never computed and needs no slot."""

@@ -22,6 +22,7 @@ from scheduler_svc.core.memory.partial_blocks import PartialMatch
 from scheduler_svc.core.memory.state_checkpoints import StateCheckpoints
 from scheduler_svc.core.memory.swapping import SwappedKV, SwapSpace
 from scheduler_svc.core.memory.token_facts import TokenFacts
+from scheduler_svc.core.memory.window_blocks import WindowBlocks
 from scheduler_svc.core.requests.request import Request, RequestState
 from scheduler_svc.core.workers.batching import BatchGate
 from scheduler_svc.core.workers.capacity import Capacity
@@ -106,6 +107,8 @@ class Departure:
     """Number of leading blocks that other requests have written."""
     num_tokens: int
     """Leading tokens whose KV is in the blocks. A token sampled later proves this KV."""
+    window_blocks: IndexArray
+    """The window blocks that the request has read or written."""
     failure_handled: bool = False
     """Whether the row has already failed or lost shared blocks. Later failures then have no effect."""
 
@@ -126,8 +129,11 @@ class Match(NamedTuple):
     next_key: BlockKey = b""
     """Key of the first missing full block; empty if no further block can be cached.
 
-    With recurrent state: key of the last block before the longest checkpoint that is being computed and can be used.
+    With recurrent state or windows: key of the last block before the longest boundary that is being computed and can be
+    used.
     """
+    num_known: int = 0
+    """With windows: number of cached blocks, including those after the last boundary."""
 
 
 @dataclass(slots=True)
@@ -189,6 +195,8 @@ class Worker:
     facts: TokenFacts
     checkpoints: StateCheckpoints | None = None
     """Checkpoints of recurrent states; None if the model has no such state, or the worker no room for checkpoints."""
+    windows: WindowBlocks | None = None
+    """Blocks of layers with a sliding window; None if the worker has one KV group."""
     in_flight: deque[StepInFlight] = field(default_factory=deque)
     departed: dict[tuple[int, int], Departure] = field(default_factory=dict)
     prefilling: list[int] = field(default_factory=list)
@@ -230,6 +238,11 @@ class Worker:
     def __post_init__(self) -> None:
         self.vocab_size = np.array(self.model.vocab_size, np.uint32)
         self.kind = Kind(self.max_model_len, bool(self.model.hidden_size), self.model.fingerprint)
+
+    @property
+    def has_boundaries(self) -> bool:
+        """Whether requests can continue only after boundaries, and not after every cached block."""
+        return self.checkpoints is not None or self.windows is not None
 
     @property
     def decode_step_s(self) -> float:
@@ -279,6 +292,7 @@ class Worker:
         num_computed = rows.num_computed(row)
         is_proven = cache.partial is not None and rows.is_settled(row)
         num_shared = rows.shared.item(row)
+        last_written = (num_computed if rows.state.item(row) == PREFILL else int(rows.reach(np.array([row]))[0])) - 1
         request, blocks = rows.vacate(row)
         self.grammars.vacated(request.grammar_key)
         num_tokens = min(num_computed, len(request.tokens))
@@ -289,11 +303,19 @@ class Worker:
                 self._prove(request, blocks, num_tokens)
             if self.checkpoints is not None:
                 self._publish_checkpoint(self.checkpoints, row, request, num_tokens)
+        window_blocks = NO_INDICES
+        if self.windows is not None:
+            if self.shares_prefixes:
+                self._attach(row, request, num_tokens // rows.block_size, last_written // rows.block_size)
+            window_blocks = self.windows.suspects(row)
+            self.pool.release(self.windows.leave(row), last_step=last_step, answered_step=self.answered_step)
         self.pool.release(blocks, last_step=last_step, answered_step=self.answered_step)
         self.pending_leaves.append(row)
         if self.in_flight:
             generation = rows.generation.item(row)
-            self.departed[row, generation] = Departure(request, self.last_step, blocks, num_shared, num_tokens)
+            self.departed[row, generation] = Departure(
+                request, self.last_step, blocks, num_shared, num_tokens, window_blocks
+            )
             request.unsettled = True
         return request
 
@@ -308,7 +330,7 @@ class Worker:
 
     def cached_tokens(self, request: Request) -> int:
         """Return how many of the request's tokens need no computation on this worker."""
-        if request.swapped is None and self.pool.cache.partial is None and self.checkpoints is None:
+        if request.swapped is None and self.pool.cache.partial is None and not self.has_boundaries:
             # Count the blocks without building a list, because every arrival looks up its prompt.
             keys = self.shareable_keys(request)
             num_blocks = self.pool.cache.count(keys)
@@ -382,6 +404,10 @@ class Worker:
         if self.checkpoints is not None:
             blocks = blocks[: self.checkpoints.reach(blocks)]
             return Match(blocks, next_key=self.checkpoints.awaited(keys, len(blocks)))
+        if self.windows is not None:
+            num_known = len(blocks)
+            blocks = blocks[: self.windows.reach(blocks)]
+            return Match(blocks, next_key=self.windows.awaited(keys, len(blocks)), num_known=num_known)
         host = NO_INDICES if host_space is None else host_space.match(keys, len(blocks))
         num_found = len(blocks) + len(host)
         next_key = keys[KEY_BYTES * num_found : KEY_BYTES * (num_found + 1)]
@@ -402,8 +428,8 @@ class Worker:
 
         Keys depend on all tokens, so a sequence is only found by requests with the same tokens and the same scope.
         """
-        # KV of a model with recurrent state is of no use without a checkpoint of the state.
-        if self.shares_prefixes and not self.model.state_bytes:
+        # KV of a model with recurrent state or windows is of no use without a boundary.
+        if self.shares_prefixes and not self.model.state_bytes and self.windows is None:
             adopted = [self._adopt(each) for each in sequences]
             if adopted:
                 self.pool.adopt(np.concatenate(adopted))
@@ -444,6 +470,11 @@ class Worker:
         request = self.rows.requests[row]
         assert request is not None
         self._publish(row, request, self.rows.blocks(row), num_computed)
+        if self.windows is not None:
+            for num_blocks in self.windows.reached(row, num_computed // self.rows.block_size):
+                self._attach(row, request, num_blocks)
+            self.pool.cache.computes_next(row, self.windows.next_key(row))
+            return
         if self.checkpoints is not None:
             return  # Other requests wait for checkpoints, see `want_checkpoints`.
         start = KEY_BYTES * (num_computed // self.rows.block_size)
@@ -464,6 +495,45 @@ class Worker:
         end = (len(request.tokens) - 1) // self.rows.block_size
         counts = sorted({count for count in (fork, end) if count > num_shared})
         self.pool.cache.computes_next(row, self.checkpoints.want(row, self._keys(request), counts))
+
+    def boundaries(self, request: Request, match: Match) -> tuple[int, ...]:
+        """Return the boundaries at which a row with the request keeps its window blocks, ascending."""
+        if self.windows is None or not self.shares_prefixes or request.computes_whole_prompt:
+            return ()
+        end = (len(request.tokens) - 1) // self.rows.block_size
+        return tuple(sorted({count for count in (match.num_known, end) if count > len(match.blocks)}))
+
+    def want_boundaries(self, row: int, boundaries: tuple[int, ...]) -> None:
+        """Set the boundaries of a row in prefill, so that other requests wait for them."""
+        request = self.rows.requests[row]
+        assert request is not None
+        assert self.windows is not None
+        self.pool.cache.computes_next(row, self.windows.want(row, self._keys(request), list(boundaries)))
+
+    def num_window_blocks(self, request: Request, num_shared: int) -> int:
+        """Return the number of window blocks that a request takes if so many of its blocks are cached."""
+        if self.windows is None:
+            return 0
+        longest = max(self.limit_of(request) - 1, len(request.tokens))
+        return self.windows.num_taken(num_shared, -(-longest // self.rows.block_size))
+
+    def held_blocks(self, row: int) -> IndexArray:
+        """Return all blocks that the row refers to."""
+        blocks = self.rows.blocks(row)
+        return blocks if self.windows is None else np.concatenate((blocks, self.windows.held(row)))
+
+    def release_passed(self, rows: list[int]) -> None:
+        """Release the window blocks that these rows no longer read. The plan being made counts as sent."""
+        assert self.windows is not None
+        for row in rows:
+            passed = self.windows.passed(row, self.rows.num_computed(row))
+            self.pool.release(passed, last_step=self.last_step + 1, answered_step=self.answered_step)
+
+    def _attach(self, row: int, request: Request, num_blocks: int, last_written: int | None = None) -> None:
+        """Make the row's tail before a block boundary available, if its full blocks are in the cache."""
+        blocks = self.pool.cache.match(self._keys(request)[: KEY_BYTES * num_blocks])
+        if len(blocks) == num_blocks:
+            self.pool.cache.attach(row, blocks, last_written=last_written)
 
     def save_prompt(self, row: int, num_computed: int) -> list[tuple[int, int]]:
         """Return the saves of a row whose prompt is computed up to `num_computed` by the plan being made.
@@ -651,7 +721,9 @@ class Worker:
     def validate(self) -> None:
         """Check rows and pool, and their consistency."""
         self.rows.validate()
-        self.pool.validate(self.rows.blocks(row) for row in range(self.rows.max_rows))
+        every = range(self.rows.max_rows)
+        in_windows = () if self.windows is None else [self.windows.held(row) for row in every]
+        self.pool.validate([self.rows.blocks(row) for row in every], in_windows)
         requests = (self.rows.requests[row] for row in self.rows.occupied())
         self.grammars.validate(Counter(r.grammar_key for r in requests if r is not None and r.grammar_key))
         assert len(self.prefilling) == len(set(self.prefilling)) == int((self.rows.state == PREFILL).sum())

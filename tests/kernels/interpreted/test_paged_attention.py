@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from kernels.kv_quantised import QUANTISED
 from kernels.paged_attention import launch, paged_attention, paged_attention_reference, schedule
 from tests.examples import examples
-from tests.kernels.batches import PagedBatch, as_float64, paged_batch, quantised_types, with_quantised_cache
+from tests.kernels.batches import (
+    PagedBatch,
+    as_float64,
+    paged_batch,
+    quantised_types,
+    with_quantised_cache,
+    with_released_blocks,
+)
 
 
 def rarely(*values: object) -> Any:
@@ -287,3 +294,17 @@ def test_any_shape_gives_the_result_of_the_reference(data: st.DataObject) -> Non
         batch = with_quantised_cache(batch, kind)
     window, cap = data.draw(st.none() | st.integers(1, 100)), data.draw(st.none() | st.just(9.0))
     assert_equals_reference(batch, window, cap)
+
+
+@pytest.mark.parametrize("rows", [[(1, 1), (90, 1), (300, 1)], [(70, 33), (40, 1), (200, 65)]])
+@pytest.mark.parametrize("window", [7, 40])
+def test_blocks_in_front_of_a_window_are_not_read(rows: list[tuple[int, int]], window: int) -> None:
+    """Decode and prefill give the same result if these blocks hold NaN."""
+    batch = paged_batch(rows)
+    released = with_released_blocks(batch, window)
+    expected = paged_attention_reference(
+        *as_float64(batch), scale=0.125, max_query_len=batch.max_query_len, sliding_window=window
+    )
+    result = paged_attention(*released.tensors, scale=0.125, max_query_len=batch.max_query_len, sliding_window=window)
+
+    torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)

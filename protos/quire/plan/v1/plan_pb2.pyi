@@ -339,6 +339,8 @@ class Hello(_message.Message):
     RETAINED_FIELD_NUMBER: _builtins.int
     NUM_CHECKPOINTS_FIELD_NUMBER: _builtins.int
     NUM_DISK_BLOCKS_FIELD_NUMBER: _builtins.int
+    WINDOW_FIELD_NUMBER: _builtins.int
+    WINDOW_CHUNK_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Oldest version of this protocol that the worker supports. The scheduler picks the newest common version; without
     one it refuses the worker, with the reason.
@@ -358,7 +360,9 @@ class Hello(_message.Message):
     max_tokens_per_step: _builtins.int
     """Limit of tokens per step."""
     num_kv_groups: _builtins.int
-    """Number of KV groups, each with its own block table per row. 1 today."""
+    """Number of KV groups, each with its own block table per row. A block holds the KV of one group. Groups after the first
+    have layers with a sliding window only.
+    """
     device: _builtins.str
     """The device, "cpu" or "cuda:0 NVIDIA H100" for example."""
     pid: _builtins.int
@@ -381,6 +385,10 @@ class Hello(_message.Message):
     """
     num_disk_blocks: _builtins.int
     """KV blocks that fit on the worker's disk, in slots [0, num_disk_blocks). Only with host blocks. 0: none."""
+    window: _builtins.int
+    """Window of the KV groups after the first: a token attends to so many tokens, including itself. 0: there is one group."""
+    window_chunk: _builtins.int
+    """Most tokens of one row in a step of a worker with windows. 0: there is one group."""
     @_builtins.property
     def model(self) -> Global___ModelInfo:
         """The loaded model."""
@@ -411,10 +419,12 @@ class Hello(_message.Message):
         retained: _abc.Iterable[Global___RetainedSequence] | None = ...,
         num_checkpoints: _builtins.int = ...,
         num_disk_blocks: _builtins.int = ...,
+        window: _builtins.int = ...,
+        window_chunk: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "device", b"device", "incarnation", b"incarnation", "max_draft_tokens", b"max_draft_tokens", "max_rows", b"max_rows", "max_tokens_per_step", b"max_tokens_per_step", "model", b"model", "newest_protocol_version", b"newest_protocol_version", "num_blocks", b"num_blocks", "num_checkpoints", b"num_checkpoints", "num_disk_blocks", b"num_disk_blocks", "num_host_blocks", b"num_host_blocks", "num_kv_groups", b"num_kv_groups", "pid", b"pid", "process", b"process", "protocol_version", b"protocol_version", "reason", b"reason", "retained", b"retained", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "device", b"device", "incarnation", b"incarnation", "max_draft_tokens", b"max_draft_tokens", "max_rows", b"max_rows", "max_tokens_per_step", b"max_tokens_per_step", "model", b"model", "newest_protocol_version", b"newest_protocol_version", "num_blocks", b"num_blocks", "num_checkpoints", b"num_checkpoints", "num_disk_blocks", b"num_disk_blocks", "num_host_blocks", b"num_host_blocks", "num_kv_groups", b"num_kv_groups", "pid", b"pid", "process", b"process", "protocol_version", b"protocol_version", "reason", b"reason", "retained", b"retained", "window", b"window", "window_chunk", b"window_chunk", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -919,7 +929,6 @@ class Plan(_message.Message):
     ADMISSIONS_FIELD_NUMBER: _builtins.int
     APPEND_ROWS_FIELD_NUMBER: _builtins.int
     APPEND_BLOCKS_FIELD_NUMBER: _builtins.int
-    APPEND_GROUPS_FIELD_NUMBER: _builtins.int
     CHUNK_ROWS_FIELD_NUMBER: _builtins.int
     CHUNK_LENGTHS_FIELD_NUMBER: _builtins.int
     HOLDS_FIELD_NUMBER: _builtins.int
@@ -942,10 +951,8 @@ class Plan(_message.Message):
     leaves: _builtins.bytes
     """Column of rows that leave."""
     append_rows: _builtins.bytes
-    """Columns of blocks appended to block tables: row, block id, and KV group (empty: all group 0)."""
+    """Columns of blocks appended to block tables of the first KV group: row, block id."""
     append_blocks: _builtins.bytes
-    """See append_rows."""
-    append_groups: _builtins.bytes
     """See append_rows."""
     chunk_rows: _builtins.bytes
     """Columns of prefill chunks computed in this step: row, number of tokens."""
@@ -958,17 +965,17 @@ class Plan(_message.Message):
     traceparent: _builtins.str
     """W3C traceparent of the quire.step span when this step is traced, else empty."""
     swap_out_blocks: _builtins.bytes
-    """Columns of blocks copied from device to host, in KV group 0, before the rest of this plan changes them."""
+    """Columns of blocks copied from device to host, before the rest of this plan changes them."""
     swap_out_host_blocks: _builtins.bytes
     """See swap_out_blocks."""
     swap_in_host_blocks: _builtins.bytes
-    """Columns of blocks copied from host to device, in KV group 0, before the forward pass."""
+    """Columns of blocks copied from host to device, before the forward pass."""
     swap_in_blocks: _builtins.bytes
     """See swap_in_host_blocks."""
     copy_ids: _builtins.bytes
     """Column of the IDs of this plan's copies; results list the IDs of completed copies."""
     copy_sources: _builtins.bytes
-    """Columns of blocks copied on the device, in KV group 0, before this plan writes any block. Targets are distinct and
+    """Columns of blocks copied on the device, before this plan writes any block. Targets are distinct and
     not sources; a source may occur several times. These copies have no IDs: they are complete when the step is
     answered.
     """
@@ -1000,7 +1007,6 @@ class Plan(_message.Message):
         admissions: _abc.Iterable[Global___Admission] | None = ...,
         append_rows: _builtins.bytes = ...,
         append_blocks: _builtins.bytes = ...,
-        append_groups: _builtins.bytes = ...,
         chunk_rows: _builtins.bytes = ...,
         chunk_lengths: _builtins.bytes = ...,
         holds: _builtins.bytes = ...,
@@ -1021,7 +1027,7 @@ class Plan(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admissions", b"admissions", "append_blocks", b"append_blocks", "append_groups", b"append_groups", "append_rows", b"append_rows", "chunk_lengths", b"chunk_lengths", "chunk_rows", b"chunk_rows", "copy_ids", b"copy_ids", "copy_sources", b"copy_sources", "copy_targets", b"copy_targets", "draft_limits", b"draft_limits", "draft_rows", b"draft_rows", "holds", b"holds", "leaves", b"leaves", "releases", b"releases", "save_checkpoints", b"save_checkpoints", "save_lengths", b"save_lengths", "save_rows", b"save_rows", "step", b"step", "swap_in_blocks", b"swap_in_blocks", "swap_in_host_blocks", b"swap_in_host_blocks", "swap_out_blocks", b"swap_out_blocks", "swap_out_host_blocks", b"swap_out_host_blocks", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admissions", b"admissions", "append_blocks", b"append_blocks", "append_rows", b"append_rows", "chunk_lengths", b"chunk_lengths", "chunk_rows", b"chunk_rows", "copy_ids", b"copy_ids", "copy_sources", b"copy_sources", "copy_targets", b"copy_targets", "draft_limits", b"draft_limits", "draft_rows", b"draft_rows", "holds", b"holds", "leaves", b"leaves", "releases", b"releases", "save_checkpoints", b"save_checkpoints", "save_lengths", b"save_lengths", "save_rows", b"save_rows", "step", b"step", "swap_in_blocks", b"swap_in_blocks", "swap_in_host_blocks", b"swap_in_host_blocks", "swap_out_blocks", b"swap_out_blocks", "swap_out_host_blocks", b"swap_out_host_blocks", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1046,6 +1052,8 @@ class Admission(_message.Message):
     POOLING_FIELD_NUMBER: _builtins.int
     PREFIX_ROOT_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
+    WINDOW_FIRST_FIELD_NUMBER: _builtins.int
+    WINDOW_PERIOD_FIELD_NUMBER: _builtins.int
     row: _builtins.int
     """The row."""
     generation: _builtins.int
@@ -1072,9 +1080,16 @@ class Admission(_message.Message):
     """
     checkpoint: _builtins.int
     """Checkpoint with the recurrent state after `num_computed_tokens` tokens. Absent: the state begins empty."""
+    window_first: _builtins.int
+    """See block_tables."""
+    window_period: _builtins.int
+    """See block_tables. A period holds the tokens in reach of any step of the row."""
     @_builtins.property
     def block_tables(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Column of block ids per KV group, in order of position."""
+        """Column of block ids per KV group, in order of position. The table of the first group grows with `append_blocks`. The
+        tables of groups with a window begin at block number `window_first`, have equal lengths, and are complete: the block
+        after their end is the one `window_period` places before, and so on. Earlier blocks of the sequence are out of reach.
+        """
 
     def __init__(
         self,
@@ -1092,10 +1107,12 @@ class Admission(_message.Message):
         pooling: Global___Pooling.ValueType = ...,
         prefix_root: _builtins.bytes = ...,
         checkpoint: _builtins.int | None = ...,
+        window_first: _builtins.int = ...,
+        window_period: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpoint", b"_checkpoint", "checkpoint", b"checkpoint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint", b"_checkpoint", "block_tables", b"block_tables", "checkpoint", b"checkpoint", "generation", b"generation", "grammar", b"grammar", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "pooling", b"pooling", "prefix_root", b"prefix_root", "request_id", b"request_id", "row", b"row", "sampling", b"sampling", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint", b"_checkpoint", "block_tables", b"block_tables", "checkpoint", b"checkpoint", "generation", b"generation", "grammar", b"grammar", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "pooling", b"pooling", "prefix_root", b"prefix_root", "request_id", b"request_id", "row", b"row", "sampling", b"sampling", "token_ids", b"token_ids", "traceparent", b"traceparent", "window_first", b"window_first", "window_period", b"window_period"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__checkpoint: _TypeAlias = _typing.Literal["checkpoint"]  # noqa: Y015
     _WhichOneofArgType__checkpoint: _TypeAlias = _typing.Literal["_checkpoint", b"_checkpoint"]  # noqa: Y015

@@ -582,6 +582,9 @@ class Admission(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
+    WINDOW_TABLES_FIELD_NUMBER: _builtins.int
+    WINDOW_FIRST_FIELD_NUMBER: _builtins.int
+    WINDOW_PERIOD_FIELD_NUMBER: _builtins.int
     row: _builtins.int
     """Row and generation."""
     generation: _builtins.int
@@ -600,6 +603,12 @@ class Admission(_message.Message):
     """Block table, as a column of differences."""
     checkpoint: _builtins.int
     """Checkpoint that the row's recurrent state is restored from."""
+    window_tables: _builtins.bytes
+    """Block tables of the groups with a window, one after the other, as a column of differences."""
+    window_first: _builtins.int
+    """As in quire.plan.v1.Admission."""
+    window_period: _builtins.int
+    """As in quire.plan.v1.Admission."""
     def __init__(
         self,
         *,
@@ -612,10 +621,13 @@ class Admission(_message.Message):
         attempt: _builtins.int = ...,
         blocks: _builtins.bytes = ...,
         checkpoint: _builtins.int | None = ...,
+        window_tables: _builtins.bytes = ...,
+        window_first: _builtins.int = ...,
+        window_period: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_checkpoint", b"_checkpoint", "checkpoint", b"checkpoint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint", b"_checkpoint", "attempt", b"attempt", "blocks", b"blocks", "checkpoint", b"checkpoint", "frontend", b"frontend", "generation", b"generation", "num_computed", b"num_computed", "num_tokens", b"num_tokens", "row", b"row", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_checkpoint", b"_checkpoint", "attempt", b"attempt", "blocks", b"blocks", "checkpoint", b"checkpoint", "frontend", b"frontend", "generation", b"generation", "num_computed", b"num_computed", "num_tokens", b"num_tokens", "row", b"row", "stream", b"stream", "window_first", b"window_first", "window_period", b"window_period", "window_tables", b"window_tables"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__checkpoint: _TypeAlias = _typing.Literal["checkpoint"]  # noqa: Y015
     _WhichOneofArgType__checkpoint: _TypeAlias = _typing.Literal["_checkpoint", b"_checkpoint"]  # noqa: Y015

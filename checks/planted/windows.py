@@ -1,0 +1,96 @@
+"""Bugs in the blocks of layers with a sliding window."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from checks.planted.bug import bug, wrap
+from checks.sim.aims import both, with_faults, with_few_words, with_little_memory, with_windows
+from checks.sim.faults import Fault
+from scheduler_svc.core.interface.arrays import NO_INDICES, IndexArray
+from scheduler_svc.core.memory.window_blocks import WindowBlocks
+from scheduler_svc.core.workers.worker import Worker
+
+_SHARED = both(with_few_words, with_windows(7))
+
+
+@bug("window.content", "kv.exclusive", aim=with_windows(9, 3))
+def period_one_block_short(patch: pytest.MonkeyPatch) -> None:
+    """A row uses a block again while its window still contains the block."""
+
+    def shorter(init: Any, self: WindowBlocks, *arguments: Any, **keywords: Any) -> None:
+        init(self, *arguments, **keywords)
+        self.period -= 1
+
+    wrap(patch, WindowBlocks, "__init__", shorter)
+
+
+@bug("window.content", "window.table", "core", aim=_SHARED)
+def tail_one_block_short(patch: pytest.MonkeyPatch) -> None:
+    """A request continues after a prefix whose window is not complete."""
+
+    def shorter(init: Any, self: WindowBlocks, *arguments: Any, **keywords: Any) -> None:
+        init(self, *arguments, **keywords)
+        self.tail -= 1
+
+    wrap(patch, WindowBlocks, "__init__", shorter)
+
+
+@bug("window.content", "window.table", aim=_SHARED)
+def prefix_without_a_tail(patch: pytest.MonkeyPatch) -> None:
+    """A request continues after any cached block."""
+    patch.setattr(WindowBlocks, "reach", lambda self, blocks: len(blocks))
+
+
+@bug("window.content", "kv.exclusive", "kv.reuse", "core", aim=both(_SHARED, with_faults()))
+def tail_released_one_block_early(patch: pytest.MonkeyPatch) -> None:
+    """A row releases the blocks before a boundary although its next step reads the last of them."""
+
+    def early(passed: Any, self: WindowBlocks, row: int, num_computed: int) -> IndexArray:
+        found: IndexArray = passed(self, row, num_computed + self._block_size)
+        return found
+
+    wrap(patch, WindowBlocks, "passed", early)
+
+
+@bug("kv.reuse", "kv.exclusive", "window.content", aim=both(with_few_words, with_little_memory, with_windows(7, 4)))
+def tail_reused_before_the_result(patch: pytest.MonkeyPatch) -> None:
+    """Blocks of a window are free while steps that read them are in flight."""
+
+    def at_once(self: Worker, rows: list[int]) -> None:
+        assert self.windows is not None
+        for row in rows:
+            passed = self.windows.passed(row, self.rows.num_computed(row))
+            self.pool.release(passed, last_step=self.answered_step, answered_step=self.answered_step)
+
+    patch.setattr(Worker, "release_passed", at_once)
+
+
+@bug("window.content", "kv.exclusive", aim=_SHARED)
+def boundary_is_overwritten(patch: pytest.MonkeyPatch) -> None:
+    """A row continues to use the blocks that it has attached to cached blocks."""
+
+    def kept(self: WindowBlocks, num_shared: int, boundaries: tuple[int, ...]) -> IndexArray:
+        return NO_INDICES
+
+    patch.setattr(WindowBlocks, "_kept", kept)
+
+
+@bug("kv.spoilt", "window.content", aim=both(_SHARED, with_faults(Fault.SPOILT_ROW, per_step=0.05)))
+def spoilt_windows_are_kept(patch: pytest.MonkeyPatch) -> None:
+    """The window blocks of a failed row stay available."""
+    patch.setattr("scheduler_svc.core.scheduler.distrust_windows", lambda worker, failed: None)
+
+
+@bug("core", aim=both(with_little_memory, with_windows(9, 12)))
+def steady_state_is_counted(patch: pytest.MonkeyPatch) -> None:
+    """Admission counts only the blocks of the window, and not those of the longest chunk."""
+
+    def steady(
+        num_taken: Any, self: WindowBlocks, num_shared: int, num_blocks: int, boundaries: tuple[int, ...] = ()
+    ) -> int:
+        most = self.num_tables * (self.tail + 1)
+        return int(np.minimum(num_taken(self, num_shared, num_blocks, boundaries), most))
+
+    wrap(patch, WindowBlocks, "num_taken", steady)

@@ -1,0 +1,263 @@
+"""Window blocks: the blocks of layers with a sliding window, which see only the newest tokens of a row.
+
+A worker with windows has several *KV groups*. A block holds the KV of one group. The first group has the layers that
+attend to all tokens; `rows` and `prefix_cache` manage its blocks. The other groups have the layers with a window. A
+row has one table per group, and its tables for windows get their blocks together, one per group and position.
+
+A row needs a fixed number of positions for its windows, the *period*: those that a step can reach. It gets blocks for
+them when it is admitted. Later positions use these blocks again, in turn. This is safe without waiting for results,
+because a worker executes plans in order and a step writes all KV before it reads any.
+
+A request can continue after a cached prefix only if the blocks of the window before its end, the *tail*, still exist.
+They would be overwritten. At a *boundary* (`boundaries`), a row therefore uses other blocks from then on, and its tail
+becomes cached content, attached to the full blocks with the same tokens. There are boundaries at the end of a prompt,
+at the place where a prompt diverges from cached blocks (a *fork*), and where a row leaves. Attached blocks are shared,
+evicted and reused like full blocks, and are lost with the full block that they are attached to.
+
+Invariants: a block is attached to at most one full block, with all blocks of its position. Rows write only blocks that
+are neither shared nor attached before they leave the window for good.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from scheduler_svc.core.interface.arrays import NO_INDICES, BoolArray, IndexArray, all_of
+from scheduler_svc.core.interface.plan import WindowTables
+from scheduler_svc.core.memory.boundaries import Boundaries
+
+_NONE = -1
+
+
+class WindowRoom(NamedTuple):
+    """The window blocks of a request that is about to be admitted."""
+
+    tail: IndexArray
+    """Blocks of the cached prefix, `[positions, tables]`."""
+    num_new: int
+    """Number of further blocks to take."""
+    boundaries: tuple[int, ...]
+    """Boundaries at which the row keeps its tail, in blocks, ascending."""
+
+
+@dataclass(slots=True)
+class _Row:
+    """The window blocks of a row."""
+
+    first: int
+    """The first position of the table."""
+    table: IndexArray
+    """`[positions, tables]`: blocks from `first` on. Later positions repeat with the period."""
+    ring: IndexArray
+    """Blocks that the row uses until it leaves."""
+    tail_positions: IndexArray
+    """Positions of `tail`, ascending."""
+    tail: IndexArray
+    """`[positions, tables]`: blocks that the row needs until the positions are behind its window."""
+    attached: IndexArray = field(default_factory=lambda: NO_INDICES)
+    """Blocks that were attached at its boundaries."""
+    released: int = 0
+    """The row may have released the blocks of positions before this one."""
+
+
+class WindowBlocks(Boundaries):
+    """The window blocks of one worker's rows and of its prefix cache, in one epoch."""
+
+    def __init__(self, num_blocks: int, block_size: int, *, window: int, num_tables: int, max_step: int) -> None:
+        """Start without rows.
+
+        Args:
+            num_blocks: blocks of the worker, of all groups.
+            block_size: tokens per block.
+            window: number of tokens that a token attends to, including itself.
+            num_tables: number of groups with a window.
+            max_step: maximum number of tokens of one row in a step, drafts included.
+        """
+        super().__init__()
+        self._block_size = block_size
+        self.window = window
+        self.num_tables = num_tables
+        self.max_step = max_step
+        self.tail = -(-(window - 1) // block_size)
+        """Number of positions before a boundary that the tokens after it can see."""
+        self.period = -(-(window + max_step - 2) // block_size) + 1
+        """Number of positions that a step can reach."""
+        self._attached = np.full((num_blocks, num_tables), _NONE, np.intp)
+        """By full block: the window blocks with the same tokens."""
+        self._owner = np.full(num_blocks, _NONE, np.intp)
+        """By attached window block: the full block."""
+        self._rows: dict[int, _Row] = {}
+
+    # ---------------------------------------------------------------- admission
+
+    def reach(self, blocks: IndexArray) -> int:
+        """Return how many leading cached blocks a request can share: those up to the last one with a tail."""
+        if not self.tail or not len(blocks):
+            return len(blocks)
+        places = np.arange(len(blocks))
+        missing = self._attached[blocks, 0] == _NONE
+        run = places - np.maximum.accumulate(np.where(missing, places, -1))
+        found = np.flatnonzero(run >= np.minimum(places + 1, self.tail))
+        return int(found[-1]) + 1 if len(found) else 0
+
+    def tail_of(self, blocks: IndexArray) -> IndexArray:
+        """Return the window blocks `[positions, tables]` that a request needs to continue after cached blocks."""
+        found: IndexArray = self._attached[blocks[max(0, len(blocks) - self.tail) :]]
+        return found
+
+    def num_taken(self, num_shared: int, num_blocks: int, boundaries: tuple[int, ...] = ()) -> int:
+        """Return the number of blocks that a row takes when it is admitted.
+
+        Args:
+            num_shared: number of leading positions whose KV is cached.
+            num_blocks: number of positions of its longest possible sequence.
+            boundaries: boundaries at which it keeps its tail.
+        """
+        kept = self._kept(num_shared, boundaries)
+        replaced = int(np.count_nonzero(kept + self.period < num_blocks))
+        return self.num_tables * (min(num_blocks - num_shared, self.period) + replaced)
+
+    def max_positions(self, num_blocks: int) -> int:
+        """Return the number of positions of the longest sequence that fits into so many blocks of all groups."""
+        reached = self.period + self.tail
+        return max(min(reached, num_blocks // (1 + self.num_tables)), num_blocks - self.num_tables * reached)
+
+    def max_entries(self, num_tokens: int) -> int:
+        """Return an upper bound on the entries in the tables of a sequence with so many tokens at admission."""
+        return self.num_tables * (num_tokens // self._block_size + self.period + 1)
+
+    def open(self, row: int, room: WindowRoom, taken: IndexArray, *, num_shared: int, num_blocks: int) -> WindowTables:
+        """Give a row its window blocks, and return its tables.
+
+        Args:
+            row: the row.
+            room: its room; the row has a reference to each block in the tail.
+            taken: `room.num_new` blocks.
+            num_shared: number of leading positions whose KV is cached.
+            num_blocks: number of positions of its longest possible sequence.
+        """
+        kept = self._kept(num_shared, room.boundaries)
+        end = num_shared + self.period
+        if len(kept):
+            end = max(end, int(kept[-1]) + 1 + self.period)
+        length = min(end, num_blocks) - num_shared
+        numbers = np.arange(length) % self.period
+        num_used = min(length, self.period)
+        for position in kept.tolist():
+            # Later positions use another block instead of the one that is kept.
+            if position + self.period < num_blocks:
+                numbers[position + self.period - num_shared :: self.period] = num_used
+                num_used += 1
+        own = taken.reshape(num_used, self.num_tables)
+        kept_numbers = numbers[kept - num_shared]
+        is_kept = np.zeros(num_used, np.bool_)
+        is_kept[kept_numbers] = True
+        first = num_shared - len(room.tail)
+        table = np.concatenate((room.tail, own[numbers]))
+        self._rows[row] = _Row(
+            first=first,
+            table=table,
+            ring=own[~is_kept].ravel(),
+            tail_positions=np.concatenate((np.arange(first, num_shared), kept)),
+            tail=np.concatenate((room.tail, own[kept_numbers])),
+        )
+        return WindowTables(first=first, period=self.period, tables=np.ascontiguousarray(table.T))
+
+    def _kept(self, num_shared: int, boundaries: tuple[int, ...]) -> IndexArray:
+        """Return the positions in the tails of the boundaries that a row computes itself, ascending."""
+        parts = [np.arange(max(num_shared, count - self.tail), count) for count in boundaries]
+        return np.unique(np.concatenate(parts)) if parts else NO_INDICES
+
+    # ---------------------------------------------------------------- running rows
+
+    def passed(self, row: int, num_computed: int) -> IndexArray:
+        """Return the blocks that no step after the plan being made reads in a row, which no longer needs them.
+
+        Args:
+            row: the row.
+            num_computed: number of its tokens that are computed at least when the plan is executed.
+        """
+        own = self._rows[row]
+        first = (num_computed - self.window + 1) // self._block_size
+        num_passed = int(np.searchsorted(own.tail_positions, first))
+        if not num_passed:
+            return NO_INDICES
+        passed = own.tail[:num_passed].ravel()
+        own.released = first
+        own.tail, own.tail_positions = own.tail[num_passed:], own.tail_positions[num_passed:]
+        return passed
+
+    def attach(self, row: int, blocks: IndexArray, *, last_written: int | None = None) -> IndexArray:
+        """Attach a row's tail to cached blocks, and return the window blocks that are attached now.
+
+        Args:
+            row: the row.
+            blocks: the cached blocks of the row's first tokens; the tail ends with the last one.
+            last_written: the last position that sent steps may write; None at a boundary, whose tail is never written
+                again.
+        """
+        num_blocks = len(blocks)
+        first = max(0, num_blocks - self.tail)
+        own = self._rows[row]
+        if last_written is not None and (first < own.released or last_written - first >= self.period):
+            return NO_INDICES
+        places = np.arange(first, num_blocks) - own.first
+        length = len(own.table)
+        places = np.where(places < length, places, length - self.period + (places - length) % self.period)
+        full, tail = blocks[first:], own.table[places]
+        is_new = (self._attached[full, 0] == _NONE) & (self._owner[tail[:, 0]] == _NONE)
+        full, tail = full[is_new], tail[is_new]
+        self._attached[full] = tail
+        self._owner[tail] = full[:, None]
+        attached: IndexArray = tail.ravel()
+        own.attached = np.concatenate((own.attached, attached))
+        return attached
+
+    def held(self, row: int) -> IndexArray:
+        """Return the blocks that a row refers to, each once."""
+        own = self._rows.get(row)
+        return NO_INDICES if own is None else np.concatenate((own.tail.ravel(), own.ring))
+
+    def suspects(self, row: int) -> IndexArray:
+        """Return the blocks that a failed row has read or written, as far as requests may share them."""
+        own = self._rows.get(row)
+        return NO_INDICES if own is None else np.concatenate((self.held(row), own.attached))
+
+    def leave(self, row: int) -> IndexArray:
+        """Return the blocks that a row refers to, which leaves."""
+        self.left(row)
+        held = self.held(row)
+        del self._rows[row]
+        return held
+
+    # ---------------------------------------------------------------- cached blocks
+
+    def is_attached(self, blocks: IndexArray) -> BoolArray:
+        """Return for each block whether it is an attached window block."""
+        attached: BoolArray = self._owner[blocks] != _NONE
+        return attached
+
+    def detach(self, blocks: IndexArray) -> IndexArray:
+        """Detach window blocks, with all blocks of their positions; return those that were attached."""
+        owners = self._owner[blocks]
+        return self.forget(np.unique(owners[owners != _NONE]))
+
+    def forget(self, blocks: IndexArray) -> IndexArray:
+        """Detach the window blocks of full blocks that left the cache, and return them."""
+        tails = self._attached[blocks]
+        with_tail = tails[:, 0] != _NONE
+        gone: IndexArray = tails[with_tail].ravel()
+        self._attached[blocks[with_tail]] = _NONE
+        self._owner[gone] = _NONE
+        return gone
+
+    def validate(self) -> None:
+        """Check that both directions of the table agree, and that no row has a block twice."""
+        full = np.flatnonzero(self._attached[:, 0] != _NONE)
+        assert all_of(self._owner[self._attached[full]] == full[:, None])
+        assert np.count_nonzero(self._owner != _NONE) == self.num_tables * len(full)
+        assert np.count_nonzero(self._attached != _NONE) == self.num_tables * len(full)
+        for row in self._rows:
+            held = self.held(row)
+            assert len(np.unique(held)) == len(held), "a row has a window block twice"

@@ -1,0 +1,170 @@
+"""Promises for layers with a sliding window: the memory that rows hold, and the prefixes that requests share.
+
+The model worker (`records.rules.model_worker`) checks in every step that a row's windows hold its own tokens.
+"""
+
+import numpy as np
+import pytest
+
+from records.rules.model_worker import ModelWorker
+from records.rules.oracle import VOCAB, expected_output
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.plan import Plan
+from scheduler_svc.core.memory.window_blocks import WindowBlocks
+from tests.scheduler_svc.cluster import Cluster
+from worker_svc.memory.kv_groups import WINDOW_CHUNK, divide
+from worker_svc.model.base import KVShape
+
+SHAPE = KVShape(1, 64)
+
+
+def _cluster(num_blocks: int = 200, max_rows: int = 4, window: int = 9, chunk: int = 8, **limits: object) -> Cluster:
+    """Return a cluster whose only worker has two groups with a window, blocks of 4 tokens, and host blocks."""
+    cluster = Cluster(**({"max_num_seqs": max_rows, "max_num_batched_tokens": 32} | limits))
+    cluster.join(
+        ModelWorker(
+            b"w/1", num_blocks, 4, max_rows, max_tokens_per_step=32, num_host_blocks=100, max_draft_tokens=4,
+            num_kv_groups=3, window=window, window_chunk=chunk,
+        )
+    )  # fmt: skip
+    return cluster
+
+
+def _check_tokens(cluster: Cluster) -> None:
+    for reader in cluster.readers.values():
+        assert reader.tokens == expected_output(reader.prompt, reader.max_tokens, set())
+
+
+def _cached(cluster: Cluster, stream: int, prompt: list[int], max_tokens: int = 10) -> int:
+    """Run one request; return its cached tokens."""
+    before = len(cluster.plans)
+    cluster.submit(stream, prompt, max_tokens)
+    cluster.run()
+    admissions = [each for plan in cluster.plans[before:] for each in plan.admissions if each.stream == stream]
+    return admissions[0].num_computed_tokens
+
+
+@pytest.mark.parametrize(
+    ("what", "windows"),
+    [
+        ("Gemma-3 1B", ([512] * 5 + [None]) * 4 + [512] * 2),
+        ("Gemma-3 4B", ([1024] * 5 + [None]) * 5 + [1024] * 4),
+        ("Gemma-3 12B", ([1024] * 5 + [None]) * 8),
+        ("Gemma-3 27B", ([1024] * 5 + [None]) * 10 + [1024] * 2),
+        ("gpt-oss-20b", [128, None] * 12),
+        ("gpt-oss-120b", [128, None] * 18),
+    ],
+)
+def test_a_long_row_holds_little_more_than_its_windows_need(what: str, windows: list[int | None]) -> None:
+    """In decode at 32,768 tokens, a row holds at most 1.1 times the KV that its layers need, in whole blocks."""
+    block_size, num_prompt, num_outputs = 16, 31_000, 1_768
+    groups = divide([SHAPE] * len(windows), windows, max_model_len=65_536, chunk=WINDOW_CHUNK)
+    assert groups is not None
+    model = ModelWorker(
+        b"w/1", 20_000, block_size, 4, max_tokens_per_step=8_192, max_model_len=65_536,
+        num_kv_groups=groups.num_groups, window=groups.window, window_chunk=WINDOW_CHUNK,
+    )  # fmt: skip
+    cluster = Cluster(max_num_seqs=4, max_num_batched_tokens=8_192, max_queued_tokens=1 << 20)
+    cluster.join(model)
+    cluster.submit(1, [7 * position % VOCAB for position in range(num_prompt)], 4_000)
+    core, num_computed, num_tokens = cluster.core, 0, num_prompt
+    while num_tokens < num_prompt + num_outputs:
+        plan, _ = core.plan(model.peer, cluster.now)
+        assert plan is not None
+        num_computed += plan.num_tokens
+        rows = [0] if num_computed >= num_prompt else []
+        num_tokens += len(rows)
+        core.handle(_done(plan, rows), cluster.now)
+    (worker,) = core.stats().workers
+
+    held = worker.blocks_held * groups.num_places * block_size
+    needed = sum(num_tokens if window is None else window for window in windows)
+    assert needed < held <= 1.1 * needed, f"{what}: {held / needed:.3f}"
+
+
+def _done(plan: Plan, rows: list[int]) -> ev.StepDone:
+    tokens = np.full(len(rows), 5, np.int32)
+    return ev.StepDone(
+        worker=plan.worker, epoch=plan.epoch, step=plan.step, rows=np.array(rows, np.int32), tokens=tokens
+    )
+
+
+def test_long_prompts_and_outputs_use_the_same_blocks_again() -> None:
+    """Sequences much longer than the window have the right tokens, with two plans in flight and drafts."""
+    cluster = _cluster(max_plans_in_flight=2)
+    for stream in range(5):
+        cluster.submit(stream, [stream, *range(60)], 80)
+    cluster.run()
+
+    _check_tokens(cluster)
+    assert max(int(plan.chunk_lengths.max(initial=0)) for plan in cluster.plans) == 8
+
+
+@pytest.mark.parametrize("capacity", ["max_utilization", "guaranteed_no_evict"])
+def test_little_memory(capacity: str) -> None:
+    """When memory runs out, requests are preempted and computed again; none is swapped out."""
+    cluster = _cluster(num_blocks=75, capacity=capacity)
+    for stream in range(6):
+        cluster.submit(stream, [stream, 2, 3], 70)
+    cluster.run()
+
+    _check_tokens(cluster)
+    (worker,) = cluster.core.stats().workers
+    assert (worker.counters.preemptions > 0) == (capacity == "max_utilization")
+    assert worker.counters.swapped == worker.counters.restored_tokens == 0
+
+
+def test_the_next_turn_continues_where_the_conversation_ended() -> None:
+    """A request that continues a sequence shares all of its full blocks, although the windows have moved on."""
+    cluster = _cluster(prefix_cache="hash")
+    prompt = list(range(100, 141))
+    assert _cached(cluster, 1, prompt, 30) == 0
+    turn = [*prompt, *cluster.readers[1].tokens, 1, 2, 3]
+    # The last sampled token has no KV.
+    assert _cached(cluster, 2, turn) == (len(prompt) + 29) // 4 * 4
+    assert _cached(cluster, 3, prompt) == 40, "the end of the prompt is a boundary"
+    assert _cached(cluster, 4, prompt) == 40
+    _check_tokens(cluster)
+
+
+def test_a_fork_is_shared_from_the_third_request_on() -> None:
+    """The first request that diverges elsewhere computes the prefix again, and keeps the window before the fork."""
+    cluster = _cluster(prefix_cache="hash")
+    common = list(range(100, 140))
+    assert _cached(cluster, 1, [*common, *range(40)]) == 0
+    assert _cached(cluster, 2, [*common, *range(50, 90)]) == 0
+    assert _cached(cluster, 3, [*common, *range(90, 99)]) == 40
+    _check_tokens(cluster)
+
+
+def test_equal_prompts_at_once_are_computed_once() -> None:
+    """Requests with the same prompt wait for its end, and share it."""
+    cluster = _cluster(prefix_cache="hash")
+    for stream in range(3):
+        cluster.submit(stream, list(range(100, 141)), 10)
+    cluster.run()
+
+    _check_tokens(cluster)
+    (worker,) = cluster.core.stats().workers
+    assert worker.counters.cached_tokens == 2 * 40
+
+
+def test_a_worker_without_room_for_its_windows_is_refused() -> None:
+    """A pool that does not hold one block of each group serves nothing."""
+    cluster = Cluster()
+    cluster.join(ModelWorker(b"w/1", 2, 4, 4, num_kv_groups=3, window=9, window_chunk=8))
+
+    assert not cluster.core.stats().workers
+
+
+@pytest.mark.parametrize("num_blocks", [3, 5, 12, 20, 33, 100])
+def test_the_longest_sequence_fits(num_blocks: int) -> None:
+    """A sequence of the maximum length gets its blocks alone, whatever it shares, and a longer one would not."""
+    windows = WindowBlocks(num_blocks, 4, window=9, num_tables=2, max_step=8)
+
+    def most(length: int) -> int:
+        shared = range(length)
+        return length + max(windows.num_taken(each, length) + 2 * min(each, windows.tail) for each in shared)
+
+    longest = windows.max_positions(num_blocks)
+    assert most(longest) <= num_blocks < most(longest + 1)
