@@ -56,9 +56,9 @@ def _poisonable(batch: Any) -> None:
 
 
 def _mortal(swap: Any) -> None:
-    folder, copy = Path(os.environ["CHAOS_COPIES"]), swap.HostPool._copy
+    folder, copy = Path(os.environ["CHAOS_COPIES"]), swap.HostPool._copy_now
 
-    def halved(self: Any, source: Any, sources: Any, target: Any, targets: Any, **options: Any) -> Any:
+    def halved(self: Any, source: Any, sources: Any, target: Any, targets: Any) -> Any:
         is_out = source is self._device
         for victim in ("out",) if is_out else ("in", "scheduler"):
             order = folder / victim
@@ -67,11 +67,11 @@ def _mortal(swap: Any) -> None:
             pid = int(order.read_text()) if victim == "scheduler" else os.getpid()
             order.unlink()
             half = slice(len(sources) // 2)
-            copy(self, source, sources[half], target, targets[half], **options)
+            copy(source, sources[half], target, targets[half])
             os.kill(pid, signal.SIGKILL)
-        return copy(self, source, sources, target, targets, **options)
+        return copy(source, sources, target, targets)
 
-    swap.HostPool._copy = halved
+    swap.HostPool._copy_now = halved
 
 
 def _faulty_disk(disk_files: Any) -> None:
