@@ -17,7 +17,7 @@ from worker_svc.model.loader import load_model
 
 LENGTHS = (40, 9)
 TOLERANCE = 0.05
-"""Of the largest logit; rounding to bf16 changes logits by about 0.01."""
+"""Of the largest logit. Sums in another order may round to another bf16 number."""
 
 
 def logits_of(folder: Path) -> torch.Tensor:
