@@ -74,8 +74,8 @@ SETTLE_S = 0.25
 """Time for which a worker with retained KV waits for other workers of the predecessor, seconds. Otherwise it would
 compute their requests again.
 """
-LONGEST_SETTLE_S = 2.0
-"""Maximum time for which the first worker with retained KV waits for all others, seconds."""
+LONGEST_SETTLE_S = 4.0
+"""Maximum time for which the first worker with retained KV waits for all others and for the requests, seconds."""
 STOPPED_S = 1.0
 """Time between two turns above which this process was stopped, so that another scheduler may lead, seconds."""
 TURN_PARTS = ("snapshot", "results", "losses", "requests", "upkeep", "metrics", "plans", "messages")

@@ -93,7 +93,7 @@ class Scheduler:
         self._schedule = PlanSchedule(config.max_plans_in_flight, collects=config.batching.mode != "continuous")
         self._quarantine = Quarantine()
         self._returning: list[Request] = []
-        """Requests with tokens of an earlier scheduler that arrived since the last plan."""
+        """Requests of an earlier scheduler that arrived since the last plan, or for which the last plan had no room."""
         self._untidy: list[tuple[Worker, list[int]]] = []
         """Workers that got a plan since the last call to `tidy`, with the rows whose requests end with this plan."""
 
@@ -200,15 +200,22 @@ class Scheduler:
             backlog.recall(worker, now)
             self._placement.planned(worker)
         else:
-            self._planned(worker, outcome.ending, now)
+            left = self._planned(worker, outcome.ending, now)
+            if outcome.admitted:
+                self._returning += [request for request in left if request.is_returning]
         return outcome.plan
 
-    def _planned(self, worker: Worker, ending: list[int], now: float) -> None:
-        """Record that a plan was made; `ending` are the rows whose requests end with it."""
-        self._requests.backlog.recall(worker, now)
+    def _planned(self, worker: Worker, ending: list[int], now: float) -> list[Request]:
+        """Record that a plan was made; `ending` are the rows whose requests end with it.
+
+        Returns:
+            The requests that were assigned to the worker and that the plan did not admit. They compete again.
+        """
+        left = self._requests.backlog.recall(worker, now)
         self._placement.planned(worker)
         self._schedule.update(worker)
         self._untidy.append((worker, ending))
+        return left
 
     def tidy(self) -> None:
         """Do the work deferred from the last plan, for which the worker need not wait.
@@ -335,7 +342,7 @@ class Scheduler:
     def _request_arrived(self, event: ev.RequestArrived, now: float) -> None:
         if event.frontend in self._frontends:
             request = self._requests.arrive(event, now)
-            if request is not None and request.accepted and request.num_generated:
+            if request is not None and request.is_returning:
                 self._returning.append(request)
                 if len(self._returning) > _MOST_RETURNING + 2 * self._requests.num_waiting:
                     # Many have ended, because no worker gets a plan.

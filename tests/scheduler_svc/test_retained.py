@@ -99,13 +99,17 @@ def test_the_next_scheduler_computes_at_most_a_block_of_each_request_again(seed:
         assert cached >= sum(max(0, computed - 2 * BLOCK) for computed in running.values())
 
 
-def test_requests_return_to_the_workers_with_their_kv_in_whatever_order_plans_are_made() -> None:
-    """Some workers are planned long after others. Meanwhile, nothing is computed elsewhere."""
-    first = Cluster(max_num_seqs=4, max_num_batched_tokens=64)
-    workers = {f"w{number}": RetainingWorker(b"%d" % number, 200, BLOCK, 4) for number in range(6)}
+@pytest.mark.parametrize("budget", [64, 16])
+def test_requests_return_to_the_workers_with_their_kv_in_whatever_order_plans_are_made(budget: int) -> None:
+    """Some workers are planned long after others. Meanwhile, nothing is computed elsewhere.
+
+    With a budget of 16 tokens, a plan cannot admit all requests of its worker.
+    """
+    first = Cluster(max_num_seqs=16, max_num_batched_tokens=1024)
+    workers = {f"w{number}": RetainingWorker(b"%d" % number, 400, BLOCK, 16) for number in range(6)}
     for worker_id, worker in workers.items():
         first.join(worker, worker_id)
-    prompts = {stream: [stream * 20 + place for place in range(17)] for stream in range(24)}
+    prompts = {stream: [stream * 20 + place for place in range(17)] for stream in range(48)}
     for stream, prompt in prompts.items():
         first.submit(stream, prompt, 30)
     for _ in range(8):
@@ -115,7 +119,7 @@ def test_requests_return_to_the_workers_with_their_kv_in_whatever_order_plans_ar
     for worker in workers.values():
         worker.lose_session(dict.fromkeys(prompts, b""))
 
-    second = Cluster(max_num_seqs=4, max_num_batched_tokens=64)
+    second = Cluster(max_num_seqs=16, max_num_batched_tokens=budget, max_plans_in_flight=1)
     for worker_id, worker in workers.items():
         second.join(worker, worker_id, ev.HelloReason.SESSION_LOST)
     for stream, reader in first.readers.items():
@@ -124,6 +128,9 @@ def test_requests_return_to_the_workers_with_their_kv_in_whatever_order_plans_ar
         second.plan_for(peer)
         second.now += MAX_ASSIGNED_S
         second.handle(ev.TimePassed())
+    for _ in range(4):
+        second.answer()
+        second.plan()
 
     found = {row.name.stream: worker.peer for worker in workers.values() for row in worker.rows.values()}
     assert found == {stream: homes[stream] for stream in found}

@@ -42,6 +42,10 @@ MAX_PREFIX_WAITS = 256
 """Maximum number of plans for which a request waits for a prefix that another request computes."""
 MAX_ASSIGNED_S = 0.25
 """Maximum time that an assigned request waits for its worker's next plan, s."""
+MAX_RETURNING_S = 2.0
+"""The same for a request of an earlier scheduler and the worker that has its KV, s. After a takeover, thousands of them
+keep the scheduler busy, and results wait to be read.
+"""
 _MAX_LOOKS = 16
 """Maximum number of unsuccessful grammar or prefix checks per plan. The next plan continues after them."""
 _REFILL_S = 0.01
@@ -412,12 +416,15 @@ class Backlog:
             if not worker.is_awaited(key):
                 self._prefix_advanced(worker, key, now)
 
-    def recall(self, worker: Worker, now: float) -> None:
-        """Let requests compete again that were assigned to a worker but not admitted by its plan."""
-        if self._assigned_since.pop(worker, None) is not None:
-            for request in self._assigned.release(worker):
-                request.waits_for(WaitReason.TURN, now)
-                self._place(request)
+    def recall(self, worker: Worker, now: float) -> list[Request]:
+        """Let requests compete again that were assigned to a worker but not admitted by its plan; return them."""
+        if self._assigned_since.pop(worker, None) is None:
+            return []
+        released = list(self._assigned.release(worker))
+        for request in released:
+            request.waits_for(WaitReason.TURN, now)
+            self._place(request)
+        return released
 
     def recall_late(self, is_due: Callable[[Worker], bool], now: float) -> list[Worker]:
         """Cancel old assignments to workers that can take no plan now, and return these workers.
@@ -428,11 +435,16 @@ class Backlog:
         late = [
             worker
             for worker, since in self._assigned_since.items()
-            if now - since > MAX_ASSIGNED_S and not is_due(worker)
+            if now - since > self._patience(worker) and not is_due(worker)
         ]
         for worker in late:
             self.recall(worker, now)
         return late
+
+    def _patience(self, worker: Worker) -> float:
+        """Return how long requests stay assigned to a worker, s."""
+        first = self._assigned.first(worker)
+        return MAX_RETURNING_S if first is not None and first.is_returning else MAX_ASSIGNED_S
 
     def take_suspect(self) -> Request | None:
         """Take out the first suspect, or return None."""

@@ -200,7 +200,7 @@ class Placement:
         """
         self._update()
         num_tokens = len(request.tokens)
-        if request.accepted and request.num_generated and not request.home:
+        if request.is_returning:
             home = self._with_most(worker, request, num_cached)
             if home is not None:
                 if home is worker:

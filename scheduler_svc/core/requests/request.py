@@ -213,6 +213,11 @@ class Request:
         return self.accepted or self.attempts > 0 or self.num_generated > 0
 
     @property
+    def is_returning(self) -> bool:
+        """Whether an earlier scheduler ran it, and this one has not yet."""
+        return self.accepted and self.num_generated > 0 and not self.home
+
+    @property
     def account(self) -> Account:
         """The account that its service is charged to."""
         return Account(self.spec.request_class, self.spec.tenant)
