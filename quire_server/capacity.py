@@ -29,6 +29,7 @@ _STATE_FIELDS = frozenset(
     {
         *("mamba_d_state", "ssm_state_size", "state_size", "linear_num_value_heads", "linear_num_heads"),
         *("conv_L_cache", "layers_block_type", "hybrid_override_pattern", "short_conv_kernel_size"),
+        *("linear_attn_config", "layer_group_size"),
     }
 )
 """Names in config.json of models with recurrent state."""
@@ -184,6 +185,8 @@ def sizes_from_config(config: Mapping[str, Any]) -> ModelSizes:
     dtype = text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
     rank = int(text.get("kv_lora_rank") or 0)
     layers = size("num_hidden_layers")
+    if text.get("model_type") == "longcat_flash":
+        layers = 2 * size("num_layers")  # Each layer has two attention layers.
     of_head = size("qk_nope_head_dim") + size("v_head_dim") if rank else 0
     return ModelSizes(
         num_layers=layers,

@@ -76,6 +76,8 @@ compute their requests again.
 """
 LONGEST_SETTLE_S = 4.0
 """Maximum time for which the first worker with retained KV waits for all others and for the requests, seconds."""
+_MOST_LEASES = 6
+"""Additional number of leases for which a front end may be silent while frames wait to be read."""
 STOPPED_S = 1.0
 """Time between two turns above which this process was stopped, so that another scheduler may lead, seconds."""
 TURN_PARTS = ("snapshot", "results", "losses", "requests", "upkeep", "metrics", "plans", "messages")
@@ -264,8 +266,9 @@ class SchedulerService:
             standbys.hand_over(self._journal, ends=bool(standbys.successor))
         if self._journal is not None:
             self._journal.close()
-        # Send the computed tokens first, because writing the end of the record takes time.
-        if not is_silent:
+        # Send the computed tokens first, because writing the end of the record takes time. The lease may have ended
+        # while standbys read the rest of the journal.
+        if not is_silent and (standbys is None or standbys.may_send(time.monotonic())):
             self._frontends.drain(SHUTDOWN_FLUSH_S)
         if self._recorder is not None:
             self._recorder.close()
@@ -636,8 +639,9 @@ class SchedulerService:
     # ---------------------------------------------------------------- time and outgoing messages
 
     def _tick(self, now: float) -> None:
-        # A front end is not silent while its frames wait here.
-        for peer in self._frontends.expired(self._read_all_at):
+        # A front end is not silent while its frames wait here. If the scheduler is overloaded, some frames always wait.
+        longest_s = _MOST_LEASES * self._config.frontend_lease_s
+        for peer in self._frontends.expired(max(self._read_all_at, now - longest_s)):
             self._lose_frontend(peer, "its lease expired", now)
         for outgoing in self._frontends.neglected(now):
             outgoing.set_state(self._core.service_state(), self._log_level, self._leader_number)

@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import LongcatFlashConfig
 
-from quire_server.capacity import sizes_from_params, weights_bytes
+from quire_server.capacity import sizes_from_config, sizes_from_params, weights_bytes
 from quire_server.cli.main import main
 from shared.model_path import resolve_model
 
@@ -131,10 +132,22 @@ def test_states_of_default_rows_take_at_most_half_of_the_memory(
     assert "(35 rows + 17 checkpoints) x 100,000,000 bytes" in capsys.readouterr().out
 
 
-def test_the_size_of_a_state_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"layer_types": ["linear_attention", "full_attention"]},
+        {"model_type": "kimi_linear", "kv_lora_rank": 512, "linear_attn_config": {"kda_layers": [1]}},
+        {"model_type": "bailing_hybrid", "kv_lora_rank": 512, "layer_group_size": 2},
+    ],
+)
+def test_the_size_of_a_state_is_asked_for(
+    fields: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A config.json of a hybrid does not show it, so the line names the flag."""
     config = tmp_path / "config.json"
-    config.write_text(json.dumps({"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}))
+    sizes = {"hidden_size": 256, "num_attention_heads": 8, "vocab_size": 99}
+    latent = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+    config.write_text(json.dumps({"num_hidden_layers": 2} | sizes | latent | fields))
 
     assert main(["capacity", "--model", str(config), "--gpu-memory", "80GB"]) == 1
     assert "recurrent state, whose size is not in config.json; pass the sizes with --params" in capsys.readouterr().err
@@ -192,3 +205,12 @@ def test_the_number_of_turns_of_agents_is_bounded(capsys: pytest.CaptureFixture[
     assert main(["capacity", "--kv-cache-memory=512MiB", f"--agents={10**18},128,64"]) != 0
 
     assert "use at most 100000" in capsys.readouterr().err
+
+
+def test_layers_with_two_attention_layers_store_two_latent_vectors() -> None:
+    """A layer of LongCat-Flash has two attention layers. Its config.json has the number of layers."""
+    config = LongcatFlashConfig()
+
+    sizes = sizes_from_config(config.to_dict())
+
+    assert sizes.num_layers == config.num_hidden_layers == 2 * config.num_layers

@@ -253,6 +253,30 @@ def test_a_leader_that_is_stopped_within_a_turn_sends_nothing_of_that_turn(
         context.destroy(linger=0)
 
 
+def test_a_leader_whose_lease_ends_while_it_hands_over_sends_nothing_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After SIGTERM, the process may be stopped while standbys read its journal. Another scheduler then leads."""
+    config = SchedulerConfig(
+        frontend_address=f"ipc://{tmp_path}/f", worker_address=f"ipc://{tmp_path}/w",
+        standby_address=f"ipc://{tmp_path}/s", journal=f"{tmp_path}/journal", record_dir="off",
+    )  # fmt: skip
+    lease, telemetry = _EndingLease(), Telemetry("test")
+    service = SchedulerService(config, telemetry, 1 << 40, succession=Succession(7), election=cast("Election", lease))
+    drained: list[float] = []
+    monkeypatch.setattr(service._frontends, "drain", drained.append)
+    monkeypatch.setattr(service._standbys, "hand_over", lambda *_, **__: setattr(lease, "has_ended", True))
+    try:
+        service.stop()
+        service.run()
+
+        assert not drained
+        assert service.successor == 8
+    finally:
+        service.close()
+        telemetry.shutdown()
+
+
 def test_a_lease_object_of_kubernetes_may_be_changed_by_others(tmp_path: Path) -> None:
     """The holder still renews it after a label was added, and not after it was deleted."""
     with lease_servers.kubernetes(tmp_path) as (environ, account, stored):

@@ -140,6 +140,36 @@ def test_a_request_is_not_left_to_a_worker_that_can_take_no_plan() -> None:
     _check_all(cluster)
 
 
+def test_an_assigned_request_does_not_wait_until_busy_workers_need_no_plans() -> None:
+    """A scheduler that has time for one plan per turn still plans an idle worker for which a request waits."""
+    prefix = list(range(200, 200 + DECODE_COST + 100))  # The cached prefix outweighs everything else.
+    cluster = Cluster(max_num_seqs=8, max_num_batched_tokens=1024)
+    for index in range(3):
+        cluster.join(ModelWorker(b"w/%d" % index, 400, 16, 8), f"w{index}")
+    cluster.handle(ev.DrainRequested(worker_id="w2", move=False))
+    _serve_at(cluster, "w1", "w0", prefix)
+    cluster.handle(ev.DrainRequested(worker_id="w1", move=False))
+    cluster.handle(ev.ResumeRequested(worker_id="w2"))
+    for stream in (1, 2):
+        cluster.submit(stream, [stream] * 20, 100)
+    cluster.plan()
+    cluster.handle(ev.ResumeRequested(worker_id="w1"))
+    cluster.submit(3, [*prefix, 3], 20)
+    while any(cluster.answers.values()):
+        cluster.answer()
+    cluster.plan_for(b"w/0")
+    assert _running(cluster) == {"w0": 1, "w1": 0, "w2": 1}
+
+    for _ in range(3):
+        while any(cluster.answers.values()):
+            cluster.answer()
+        cluster.plan_for(cluster.core.due_workers(cluster.now)[0])
+
+    assert _running(cluster) == {"w0": 1, "w1": 1, "w2": 1}
+    cluster.run()
+    _check_all(cluster)
+
+
 def test_a_request_stays_assigned_to_a_worker_that_only_waits_for_the_scheduler() -> None:
     """A scheduler with many workers plans some of them late; their assigned requests are not computed elsewhere."""
     cluster = _assigned_to_busy_w1()

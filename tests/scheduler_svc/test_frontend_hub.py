@@ -90,3 +90,21 @@ def test_a_front_end_is_not_silent_while_its_frames_wait_for_the_scheduler(tmp_p
     assert b"f/1" not in service._frontends
     service.close()
     telemetry.shutdown()
+
+
+def test_a_front_end_that_hangs_is_dropped_although_frames_of_others_always_wait(tmp_path: Path) -> None:
+    """An overloaded scheduler may never read all frames. The requests of a front end that hangs would never end."""
+    config = SchedulerConfig(frontend_address=f"ipc://{tmp_path}/f", worker_address=f"ipc://{tmp_path}/w")
+    telemetry = Telemetry("test")
+    service = SchedulerService(config, telemetry, 1)
+    now = time.monotonic()
+    service._frontends.heard(b"hangs/1", now, version=1)
+    later = now + 10 * config.frontend_lease_s
+    service._frontends.heard(b"busy/1", later, version=1)
+
+    service._tick(later)
+
+    assert b"hangs/1" not in service._frontends
+    assert b"busy/1" in service._frontends
+    service.close()
+    telemetry.shutdown()

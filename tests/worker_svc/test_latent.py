@@ -123,6 +123,23 @@ def test_expanded_chunks_equal_absorbed_ones(
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
 
 
+def test_expanded_chunks_and_decode_use_the_same_quantised_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With int4 weights, a chunk has nearly the same logits whether or not its row is expanded."""
+    folder = make_checkpoint("DeepseekV3ForCausalLM", tmp_path)
+    config = WorkerConfig(model=str(folder), device="cpu", dtype="float32", quantization="int4")
+    model, _ = load_model(config, CPU)
+    assert isinstance(model, InterfaceModel)
+    logits = []
+    for wanted in (True, False):
+        monkeypatch.setattr(hf_latent, "expands", lambda tokens, *_, wanted=wanted: wanted and tokens > 1)
+        logits.append(step(model, pool(model), CONTEXTS))
+
+    distances = (logits[0] - logits[1]).norm(dim=-1) / logits[1].norm(dim=-1)
+    assert distances.median() < 0.1  # 0.2 if only one of them has quantised weights
+
+
 def test_long_chunks_are_expanded_and_others_are_not() -> None:
     """Sizes of DeepSeek V3: prompts are expanded, drafts and tokens in decode are not, nor are very long rows."""
     sizes = {"num_heads": 16, "rank": 512, "rotary_dim": 64, "query_dim": 192, "value_dim": 128}

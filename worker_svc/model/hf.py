@@ -89,6 +89,7 @@ def load(
         hf_latent.restore(decoder)
     if kernels is not None:
         hf_packed.quantise_layers(decoder, quantization, kernels)
+        hf_latent.quantise(decoder)
         _try_packed(architecture, decoder, model, quantization, num_positions)
     elif dtype == torch.bfloat16 and device.type == "cpu" and (serving := native()) is not None:
         with torch.inference_mode():

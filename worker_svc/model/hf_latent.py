@@ -61,6 +61,12 @@ class LatentLayer:
         """Copy the projections into the layout of the native kernels, if they are used."""
         self._projections = self._projections.for_serving()
 
+    def quantise(self) -> None:
+        """Use the weights of the quantised `kv_b_proj`, so that expanded chunks and decode compute the same."""
+        projection = self._module.kv_b_proj
+        weight = projection(torch.eye(projection.in_features, dtype=projection.weight.dtype)).T.contiguous()
+        self._projections = HeadProjections.of(weight, self.num_heads, self.value_dim).for_serving()
+
     def attend(self, query: torch.Tensor, cache: KVCache, attention: AttentionInputs, scale: float) -> torch.Tensor:
         """Compute attention over stored latent vectors.
 
@@ -199,6 +205,12 @@ def pack(decoder: PreTrainedModel) -> None:
     """
     for layer in _layers(decoder):
         layer.pack()
+
+
+def quantise(decoder: PreTrainedModel) -> None:
+    """Use the values of the quantised weights in all latent layers. Call this after the linear layers are quantised."""
+    for layer in _layers(decoder):
+        layer.quantise()
 
 
 def restore(decoder: PreTrainedModel) -> None:

@@ -98,14 +98,14 @@ LatentRow plan_latent(const LatentAttention& a, int64_t row) {
 void attend_latents(const Kernels& kernels, const LatentAttention& a) {
   static thread_local std::vector<LatentRow> rows;
   static thread_local std::vector<float> stats, sums;
+  const int64_t width = static_cast<int64_t>(a.num_heads) * a.rank;  // of a token's result, which may begin after 2^31
   for (int64_t next = 0; next < a.num_rows;) {
     rows.clear();
     int64_t num_tasks = 0, num_stats = 0, num_sums = 0, num_queries = 0;
     for (; next < a.num_rows && (rows.empty() || num_sums < kPartFloats); ++next) {
       const int64_t tokens = a.query_start[next + 1] - a.query_start[next];
       if (a.context_lens[next] <= 0)  // padding
-        std::memset(a.out + a.query_start[next] * a.num_heads * a.rank, 0,
-                    static_cast<size_t>(tokens * a.num_heads * a.rank) * sizeof(float));
+        std::memset(a.out + a.query_start[next] * width, 0, static_cast<size_t>(tokens * width) * sizeof(float));
       if (a.context_lens[next] <= 0 || tokens == 0) continue;
       LatentRow plan = plan_latent(a, next);
       plan.first_task = num_tasks;
@@ -131,7 +131,7 @@ void attend_latents(const Kernels& kernels, const LatentAttention& a) {
       return *(std::upper_bound(plans, plans + num_rows, task,
                                 [](int64_t value, const LatentRow& plan) { return value < plan.first_task; }) - 1);
     };
-    const auto out_of = [&](const LatentRow& plan) { return a.out + a.query_start[plan.row] * a.num_heads * a.rank; };
+    const auto out_of = [&](const LatentRow& plan) { return a.out + a.query_start[plan.row] * width; };
     parallel_for(num_tasks, [&](int64_t task) {
       const LatentRow& plan = row_of(task);
       const int64_t queries = plan.tokens * a.num_heads, own = task - plan.first_task;

@@ -52,6 +52,9 @@ class PlanSchedule:
     def due(self, now: float, *, for_any: bool, for_each: Iterable[Worker]) -> list[Worker]:
         """Return the workers whose plan is due, or nearly due and worth sending together; longest due first.
 
+        Workers without work for which requests wait come first. Otherwise, if there is not enough time for all plans,
+        the plans of busy workers would come first in every turn.
+
         Args:
             now: the time, s.
             for_any: whether requests wait that any worker without work may take.
@@ -61,7 +64,9 @@ class PlanSchedule:
         for worker in [worker for worker in self._ready if not (worker.has_work or worker.in_flight)]:
             del self._ready[worker]
             self._idle[worker] = None
-        return [*self._ready, *(self._idle if for_any else (worker for worker in for_each if worker in self._idle))]
+        awaited = dict.fromkeys(worker for worker in for_each if worker in self._idle)
+        others = (worker for worker in self._idle if worker not in awaited) if for_any else ()
+        return [*awaited, *self._ready, *others]
 
     def next_due(self, now: float) -> float | None:
         """Return the next time after `now` at which a plan becomes due, or None."""
