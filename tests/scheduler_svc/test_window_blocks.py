@@ -9,8 +9,9 @@ import pytest
 from records.rules.model_worker import ModelWorker
 from records.rules.oracle import VOCAB, expected_output
 from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.arrays import NO_INDICES
 from scheduler_svc.core.interface.plan import Plan
-from scheduler_svc.core.memory.window_blocks import WindowBlocks
+from scheduler_svc.core.memory.window_blocks import WindowBlocks, WindowRoom
 from tests.scheduler_svc.cluster import Cluster
 from worker_svc.memory.kv_groups import WINDOW_CHUNK, divide
 from worker_svc.model.base import KVShape
@@ -149,6 +150,20 @@ def test_equal_prompts_at_once_are_computed_once() -> None:
     assert worker.counters.cached_tokens == 2 * 40
 
 
+def test_a_tail_that_a_row_has_read_stays_suspect_after_the_row_has_passed_it() -> None:
+    """A long prompt fails only at its end, and the tail that it began with may be the cause."""
+    windows, blocks = WindowBlocks(200, 4, window=9, num_tables=2, max_step=8), np.arange(10)
+    num_new = windows.num_taken(0, 12, (10,))
+    room = WindowRoom(NO_INDICES.reshape(0, 2), num_new, (10,))
+    windows.open(0, room, np.arange(100, 100 + num_new), num_shared=0, num_blocks=12)
+    windows.attach(0, blocks)
+    tail, num_new = windows.tail_of(blocks), windows.num_taken(10, 30)
+    windows.open(1, WindowRoom(tail, num_new, ()), np.arange(150, 150 + num_new), num_shared=10, num_blocks=30)
+    assert windows.passed(1, 56).tolist() == tail.ravel().tolist()
+
+    assert np.isin(tail, windows.suspects(1)).all()
+
+
 def test_a_worker_without_room_for_its_windows_is_refused() -> None:
     """A pool that does not hold one block of each group serves nothing."""
     cluster = Cluster()
@@ -168,3 +183,34 @@ def test_the_longest_sequence_fits(num_blocks: int) -> None:
 
     longest = windows.max_positions(num_blocks)
     assert most(longest) <= num_blocks < most(longest + 1)
+
+
+@pytest.mark.parametrize("num_blocks", [80, 82])
+def test_an_urgent_request_preempts_for_the_window_that_it_shares(num_blocks: int) -> None:
+    """The shared tail of an urgent request cannot be taken for its other blocks, so enough rows are preempted."""
+    cluster = Cluster(
+        max_num_seqs=8, max_num_batched_tokens=32, prefix_cache="hash", policy="priority", preempt_threshold=1.0
+    )
+    cluster.join(
+        ModelWorker(
+            b"w/1", num_blocks, 4, 8, max_tokens_per_step=32, num_kv_groups=3, window=33, window_chunk=8,
+        )
+    )  # fmt: skip
+    prompt = list(range(100, 141))
+    cluster.submit(1, prompt, 1)
+    cluster.run()
+    for stream in (2, 3):
+        cluster.submit(stream, [stream, 1, 2], 40)
+    for _ in range(10):
+        cluster.plan()
+        cluster.answer()
+    before = len(cluster.plans)
+    cluster.submit(4, prompt, 5, priority=9)
+    for _ in range(2):
+        cluster.plan()
+        cluster.answer()
+
+    admissions = [each for plan in cluster.plans[before:] for each in plan.admissions if each.stream == 4]
+    assert [each.num_computed_tokens for each in admissions] == [40]
+    cluster.run()
+    _check_tokens(cluster)

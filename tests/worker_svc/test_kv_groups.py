@@ -11,7 +11,7 @@ from shared.columns import to_column
 from worker_svc.interface.errors import PlanError
 from worker_svc.interface.limits import Limits
 from worker_svc.link.decoding import decode_plan
-from worker_svc.memory.kv_groups import divide
+from worker_svc.memory.kv_groups import WINDOW_CHUNK, divide
 from worker_svc.model.base import KVShape
 from worker_svc.rows.table import RowTable
 
@@ -50,6 +50,17 @@ def test_other_models_have_one_group(windows: list[int | None], max_model_len: i
 def test_layers_of_different_sizes_have_one_group() -> None:
     """Blocks of all groups must have one size."""
     assert divide([SHAPE, KVShape(1, 64)], [5, None], max_model_len=1000, chunk=10) is None
+
+
+@pytest.mark.parametrize(("num_whole", "max_rows", "pays"), [(240, 64, False), (240, 2, True), (6_000, 64, True)])
+def test_short_requests_do_not_fit_worse(num_whole: int, max_rows: int, pays: bool) -> None:
+    """Groups are used only if the windows of all rows fit, and as many tokens as without groups (Gemma-3 4B)."""
+    windows = ([1024] * 5 + [None]) * 5 + [1024] * 4
+    groups = divide([SHAPE] * len(windows), windows, max_model_len=32_768, chunk=WINDOW_CHUNK)
+    assert groups is not None
+    num_blocks = num_whole * len(windows) // groups.num_places
+
+    assert groups.pay(num_blocks, num_whole, max_rows=max_rows, block_size=16) == pays
 
 
 def _admission(**changes: object) -> plan_pb2.Admission:

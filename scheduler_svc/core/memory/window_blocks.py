@@ -18,7 +18,7 @@ Invariants: a block is attached to at most one full block, with all blocks of it
 are neither shared nor attached before they leave the window for good.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -55,8 +55,8 @@ class _Row:
     """Positions of `tail`, ascending."""
     tail: IndexArray
     """`[positions, tables]`: blocks that the row needs until the positions are behind its window."""
-    attached: IndexArray = field(default_factory=lambda: NO_INDICES)
-    """Blocks that were attached at its boundaries."""
+    attached: IndexArray
+    """Blocks that were attached when it read or wrote them: its first tail, and those at its boundaries."""
     released: int = 0
     """The row may have released the blocks of positions before this one."""
 
@@ -161,6 +161,7 @@ class WindowBlocks(Boundaries):
             ring=own[~is_kept].ravel(),
             tail_positions=np.concatenate((np.arange(first, num_shared), kept)),
             tail=np.concatenate((room.tail, own[kept_numbers])),
+            attached=room.tail.ravel(),
         )
         return WindowTables(first=first, period=self.period, tables=np.ascontiguousarray(table.T))
 

@@ -278,9 +278,10 @@ class Admission:
         for is_cached in (False, True):
             if is_cached:
                 # Only search for cached blocks if they matter.
-                cached = [worker.match_on_device(each).blocks for each in (request, first)]
-                num_blocks -= sum(map(len, cached))
-                num_available -= sum(worker.pool.count_idle(blocks) for blocks in cached)
+                matches = [(each, worker.match_on_device(each)) for each in (request, first)]
+                num_blocks -= in_windows + sum(len(match.blocks) for _, match in matches)
+                num_blocks += sum(worker.num_window_blocks(each, len(match.blocks)) for each, match in matches)
+                num_available -= sum(worker.pool.count_idle(worker.shared_blocks(match)) for _, match in matches)
             if worker.capacity.admits(
                 rows,
                 num_new=num_blocks,
@@ -668,9 +669,10 @@ def victims_for_urgent(
         return None, []
     rows, pool = worker.rows, worker.pool
     need_row = rows.num_running >= min(config.max_num_seqs, rows.max_rows)
-    cached = worker.match_on_device(request).blocks
-    num_new = -(-len(request.tokens) // rows.block_size) - len(cached)
-    num_new += worker.num_window_blocks(request, len(cached))
+    match = worker.match_on_device(request)
+    cached = worker.shared_blocks(match)
+    num_new = -(-len(request.tokens) // rows.block_size) - len(match.blocks)
+    num_new += worker.num_window_blocks(request, len(match.blocks))
     # Retired blocks become available without preemption when the result arrives.
     num_available = pool.num_available - pool.count_idle(cached) + pool.num_retired
     need_blocks = max(0, num_new + worker.capacity.reserve(rows) - num_available)

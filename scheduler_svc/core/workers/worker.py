@@ -517,6 +517,11 @@ class Worker:
         longest = max(self.limit_of(request) - 1, len(request.tokens))
         return self.windows.num_taken(num_shared, -(-longest // self.rows.block_size))
 
+    def shared_blocks(self, match: Match) -> IndexArray:
+        """Return the cached blocks on the device that a request with this match shares, of all KV groups."""
+        blocks = match.blocks
+        return blocks if self.windows is None else np.concatenate((blocks, self.windows.tail_of(blocks).ravel()))
+
     def held_blocks(self, row: int) -> IndexArray:
         """Return all blocks that the row refers to."""
         blocks = self.rows.blocks(row)
