@@ -248,7 +248,7 @@ def held_for_grammar_for_ever(patch: pytest.MonkeyPatch) -> None:
 @bug("finish", "work.waiting", aim=_LOSSES)
 def assigned_for_ever(patch: pytest.MonkeyPatch) -> None:
     """A request stays assigned to a worker whose plan did not admit it."""
-    patch.setattr(Backlog, "recall", lambda self, worker, now: None)
+    patch.setattr(Backlog, "recall", lambda self, worker, now: [])
 
 
 @bug(

@@ -45,7 +45,8 @@ _USAGE = _object(
         "total_tokens": _INT,
         "prompt_tokens_details": _object({"cached_tokens": _INT}),
         "energy_j": {"type": "number"},
-    }
+    },
+    optional=("energy_j",),
 )
 _PROMPT_USAGE = _object(
     {"prompt_tokens": _INT, "total_tokens": _INT, "prompt_tokens_details": _object({"cached_tokens": _INT})},

@@ -104,7 +104,7 @@ def test_a_restarted_worker_finds_its_blocks(tmp_path: Path, oracle: Oracle) -> 
         _wait_for(lambda: _is_written(served))
         before = served.pid("worker")
         next(each for each in served.children("worker") if each.pid == before).kill()
-        _wait_for(lambda: served.children("worker") != [] and served.pid("worker") != before)
+        _wait_for(lambda: any(each.pid != before for each in served.children("worker")))
         # The counters of the new worker begin at 0.
         _wait_for(lambda: served.metric("quire_prefix_cache_hit_tokens_total") == 0 and _is_written(served))
         answers += _converse(served, seed=2)

@@ -96,7 +96,7 @@ def test_a_model_that_cannot_be_divided_is_refused(architecture: str, size: str,
 @pytest.mark.parametrize(
     ("struck", "exit_code", "line"),
     [
-        ("follower", 1, "quire worker: rank 1 ended (exit code 143), so the worker ends"),
+        ("follower", 1, "quire worker: rank 1 exited (exit code 143), so the worker exits"),
         ("rank 0", 0, None),
     ],
 )

@@ -404,3 +404,18 @@ inline __m512bh model_as_bf16(__m512i x) { return avx512_model::cast<__m512bh>(x
 // VPERMT2D: lane i of the result is the lane of x, then y, that the lower five bits of index i name.
 #define _mm512_permutex2var_epi32(x, index, y) \
   avx512_model::ints([&](int i) { return ((index).lane[i] & 16 ? y : x).lane[(index).lane[i] & 15]; })
+// VMOVDQU32 with zeroing: lanes outside the mask are 0, and their memory is not read.
+inline __m512i model_load_some(unsigned mask, const void* p) {
+  return avx512_model::ints([&](int i) {
+    return mask >> i & 1 ? avx512_model::read<std::int32_t>(static_cast<const char*>(p) + 4 * i) : 0;
+  });
+}
+#define _mm512_maskz_loadu_epi32(mask, p) model_load_some(mask, p)
+// VSHUFI32X4: two of the 128-bit parts of x, then two of those of y, as pairs of bits of the number name them.
+inline __m512i model_shuffle_parts(__m512i x, __m512i y, int parts) {
+  return avx512_model::ints([&](int i) { return (i < 8 ? x : y).lane[(parts >> (i / 4 * 2) & 3) * 4 + i % 4]; });
+}
+#undef _mm512_shuffle_i32x4
+#define _mm512_shuffle_i32x4(x, y, parts) model_shuffle_parts(x, y, parts)
+inline void model_store_anywhere(void* p, __m512i x) { std::memcpy(p, &x, sizeof x); }
+#define _mm512_storeu_si512(p, x) model_store_anywhere(p, x)

@@ -76,24 +76,27 @@ def test_the_ring_is_bounded_and_each_of_its_segments_replays(tmp_path: Path, mo
     monkeypatch.setattr(recorder_module, "_MAX_FORK_S", float("inf"))
     max_bytes = 1 << 18
     recorders: list[Recorder] = []
+    num_plans = 0
 
     def make_core(config: CoreConfig, incarnation: int) -> Scheduler:
-        recorders.append(
-            Recorder(tmp_path, max_bytes=max_bytes, config=config, incarnation=incarnation, release="test")
-        )
+        recorders.append(Recorder(folder, max_bytes=max_bytes, config=config, incarnation=incarnation, release="test"))
         return _Turning(config, incarnation, recorders[-1].tape, recorders[-1])
 
-    result = Simulation(draw(3, faults=False), Coverage(), make_core=make_core).run(6000)
-    (recorder,) = recorders
-    recorder.close()
+    # On a busy machine, few segments have a snapshot, perhaps none of those that are kept.
+    for seed in range(3, 8):
+        folder = tmp_path / str(seed)
+        result = Simulation(draw(seed, faults=False), Coverage(), make_core=make_core).run(6000)
+        recorders[-1].close()
 
-    assert result.failure is None
-    assert recorder.stats.snapshots > 3
-    assert sum(path.stat().st_size for path in paths(tmp_path)) <= max_bytes
-    outcomes = [replay([segment]) for segment in read(tmp_path) if segment.opening.fresh or segment.snapshot]
-    assert [outcome.difference for outcome in outcomes if outcome.difference is not None] == []
-    # On a busy machine, few segments have a snapshot.
-    assert sum(outcome.plans for outcome in outcomes) > 0
+        assert result.failure is None
+        assert recorders[-1].stats.snapshots > 3
+        assert sum(path.stat().st_size for path in paths(folder)) <= max_bytes
+        outcomes = [replay([segment]) for segment in read(folder) if segment.opening.fresh or segment.snapshot]
+        assert [outcome.difference for outcome in outcomes if outcome.difference is not None] == []
+        num_plans += sum(outcome.plans for outcome in outcomes)
+        if num_plans:
+            return
+    pytest.fail("no kept segment has a snapshot")
 
 
 def test_files_are_for_their_owner_only(tmp_path: Path) -> None:
