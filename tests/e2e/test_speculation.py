@@ -35,15 +35,20 @@ def test_tokens_are_the_models_and_drafts_are_counted(tmp_path: Path) -> None:
     flags = (*FLAGS, "--max-tokens-in-paged-kv-cache=600")
     with serve("demo", *flags, environ={"XDG_STATE_HOME": str(tmp_path)}) as served:
         asyncio.run(_run_with_a_kill(served, answers, Kill()))
-        with Client(served.grpc) as client:
-            result = client.generate(questions[0], max_tokens=100, temperature=0, ignore_eos=True).result()
-        request_id = result.finished.request_id
+        for question in questions:  # A request has no drafts while they cost more than they save.
+            with Client(served.grpc) as client:
+                result = client.generate(question, max_tokens=100, temperature=0, ignore_eos=True).result()
+            explained = subprocess.run(
+                [*QUIRE, "explain", result.finished.request_id, f"--target={served.grpc}"],
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            if "drafts accepted" in explained.stdout:
+                break
         drafted = served.metric("quire_draft_tokens_total")
         accepted = served.metric("quire_accepted_draft_tokens_total")
         alias = served.metric("vllm:spec_decode_num_accepted_tokens_total")
-        explained = subprocess.run(
-            [*QUIRE, "explain", request_id, f"--target={served.grpc}"], capture_output=True, text=True, check=True
-        )
         assert served.metric("quire_kv_blocks", state="held") == 0
 
     tally = Tally()
