@@ -83,7 +83,7 @@ class Row:
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     windows: list[list[int]] = field(default_factory=list)
-    """Blocks of the KV groups with a window, which are used again in turn."""
+    """Blocks of the KV groups with a window. A row reuses them in turn."""
     held: bool = False
     draft_limit: int = 0
     ahead: int = 0

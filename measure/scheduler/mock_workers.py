@@ -64,7 +64,7 @@ class MockWorker:
 
     @property
     def next_end(self) -> float:
-        """End of the oldest step; infinite if there is none."""
+        """Time at which the oldest step ends; infinite without a step."""
         return self._pending[0][0] if self._pending else float("inf")
 
     def turn(self, now: float) -> None:

@@ -426,7 +426,7 @@ class ModelWorker:
                 self._spoils[block] = row.spoil
 
     def _read_windows(self, row: Row, start: int) -> None:
-        """Compare everything that the row's tokens from `start` on see through windows with the expected values."""
+        """Check the KV that the row's tokens from `start` on attend to through windows."""
         if row.windows is None:
             return
         for position in range(max(0, start - self.window + 1), row.computed):

@@ -29,8 +29,8 @@ _MAX_VIEW_BACKLOG = 1 << 20
 """Backlog in bytes above which a front end gets no live views."""
 
 _NEGLECT_S = 1.2
-"""Time without a message after which a front end gets the state. It sends a report each second, but the response may be
-late if thousands of its submissions arrive before the report.
+"""Time after which a front end that got no message gets the state, s. Normally it gets one in response to its report,
+each second. The response is late if thousands of its submissions wait before the report.
 """
 _MAX_REFUSED = 64
 

@@ -144,7 +144,7 @@ def test_a_full_or_slow_disk_costs_only_hits(tmp_path: Path, oracle: Oracle) -> 
         assert served.metric("quire_disk_blocks", state="cached") == 0
         assert not _files(folder)
         (orders / "full").unlink()
-        # After failures, blocks are written again only after a pause, and only those that move later.
+        # After a failure, writing pauses. Later, only blocks that move after the pause are written.
         for seed in range(7, 100):
             answers += _converse(served, seed)
             if _is_written(served):

@@ -203,16 +203,21 @@ class _EndingLease:
         return not self.has_ended
 
 
+def _leader(folder: Path, lease: _EndingLease, telemetry: Telemetry) -> SchedulerService:
+    """Return a leader with number 7, a journal and an address for standbys."""
+    config = SchedulerConfig(
+        frontend_address=f"ipc://{folder}/f", worker_address=f"ipc://{folder}/w",
+        standby_address=f"ipc://{folder}/s", journal=f"{folder}/journal", record_dir="off",
+    )  # fmt: skip
+    return SchedulerService(config, telemetry, 1 << 40, succession=Succession(7), election=cast("Election", lease))
+
+
 def test_a_leader_that_is_stopped_within_a_turn_sends_nothing_of_that_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The lease ends after the turn has read a result: neither its token nor the next plan is sent."""
-    config = SchedulerConfig(
-        frontend_address=f"ipc://{tmp_path}/f", worker_address=f"ipc://{tmp_path}/w",
-        standby_address=f"ipc://{tmp_path}/s", journal=f"{tmp_path}/journal", record_dir="off",
-    )  # fmt: skip
     lease, telemetry = _EndingLease(), Telemetry("test")
-    service = SchedulerService(config, telemetry, 1 << 40, succession=Succession(7), election=cast("Election", lease))
+    service = _leader(tmp_path, lease, telemetry)
     take_in, num_results = service._take_in_results, 0
 
     def ends_after_a_result() -> bool:
@@ -223,8 +228,8 @@ def test_a_leader_that_is_stopped_within_a_turn_sends_nothing_of_that_turn(
     thread = threading.Thread(target=service.run)
     thread.start()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    frontend = FrontendPeer(context, config.frontend_address, "f/1", LINK_MAX_MESSAGE)
-    worker = WorkerPeer(context, config.worker_address, "w/1", PLAN_MAX_MESSAGE)
+    frontend = FrontendPeer(context, f"ipc://{tmp_path}/f", "f/1", LINK_MAX_MESSAGE)
+    worker = WorkerPeer(context, f"ipc://{tmp_path}/w", "w/1", PLAN_MAX_MESSAGE)
     try:
         frontend.hello()
         worker.hello()
@@ -257,12 +262,8 @@ def test_a_leader_whose_lease_ends_while_it_hands_over_sends_nothing_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After SIGTERM, the process may be stopped while standbys read its journal. Another scheduler then leads."""
-    config = SchedulerConfig(
-        frontend_address=f"ipc://{tmp_path}/f", worker_address=f"ipc://{tmp_path}/w",
-        standby_address=f"ipc://{tmp_path}/s", journal=f"{tmp_path}/journal", record_dir="off",
-    )  # fmt: skip
     lease, telemetry = _EndingLease(), Telemetry("test")
-    service = SchedulerService(config, telemetry, 1 << 40, succession=Succession(7), election=cast("Election", lease))
+    service = _leader(tmp_path, lease, telemetry)
     drained: list[float] = []
     monkeypatch.setattr(service._frontends, "drain", drained.append)
     monkeypatch.setattr(service._standbys, "hand_over", lambda *_, **__: setattr(lease, "has_ended", True))

@@ -87,31 +87,6 @@ def test_a_cached_prefix_draws_requests_until_its_worker_is_busy(home: str, othe
     _check_all(cluster)
 
 
-def test_idle_workers_are_not_asked_for_a_request_that_waits_for_a_busy_one() -> None:
-    """A turn costs nothing for idle workers while the only waiting request is assigned to another worker."""
-    prefix = list(range(200, 200 + DECODE_COST + 100))  # The cached prefix outweighs one running request.
-    cluster = Cluster(max_num_seqs=8, max_num_batched_tokens=1024)
-    for index in range(2):
-        cluster.join(ModelWorker(b"w/%d" % index, 100, 16, 8), f"w{index}")
-    _serve_at(cluster, "w1", "w0", prefix)
-    cluster.submit(1, [*prefix, 2], 20)
-    cluster.plan()
-    assert _running(cluster) == {"w0": 0, "w1": 1}
-    cluster.submit(2, [*prefix, 3], 20)
-    assert b"w/0" in cluster.core.due_workers(cluster.now)
-    cluster.plan_for(b"w/0")
-    assert _running(cluster) == {"w0": 0, "w1": 1}
-
-    assert b"w/0" not in cluster.core.due_workers(cluster.now)
-
-    cluster.answer()
-    assert cluster.core.due_workers(cluster.now) == [b"w/1"]
-    cluster.plan()
-    assert _running(cluster) == {"w0": 0, "w1": 2}
-    cluster.run()
-    _check_all(cluster)
-
-
 def _assigned_to_busy_w1() -> Cluster:
     """Return a cluster in which a request waits for w1, whose plans are all in flight."""
     prefix = list(range(200, 200 + DECODE_COST + 100))  # The cached prefix outweighs one running request.
@@ -122,9 +97,24 @@ def _assigned_to_busy_w1() -> Cluster:
     cluster.submit(1, [*prefix, 2], 20)
     cluster.plan()
     cluster.submit(2, [*prefix, 3], 20)
+    assert b"w/0" in cluster.core.due_workers(cluster.now)
     cluster.plan_for(b"w/0")
     assert _running(cluster) == {"w0": 0, "w1": 1}
     return cluster
+
+
+def test_idle_workers_are_not_asked_for_a_request_that_waits_for_a_busy_one() -> None:
+    """A turn costs nothing for idle workers while the only waiting request is assigned to another worker."""
+    cluster = _assigned_to_busy_w1()
+
+    assert b"w/0" not in cluster.core.due_workers(cluster.now)
+
+    cluster.answer()
+    assert cluster.core.due_workers(cluster.now) == [b"w/1"]
+    cluster.plan()
+    assert _running(cluster) == {"w0": 0, "w1": 2}
+    cluster.run()
+    _check_all(cluster)
 
 
 def test_a_request_is_not_left_to_a_worker_that_can_take_no_plan() -> None:

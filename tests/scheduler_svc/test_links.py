@@ -259,6 +259,7 @@ def _hello(**changes: int) -> bytes:
     [
         {"max_rows": 1 << 17},
         {"num_blocks": 1 << 26},
+        {"num_blocks": 1 << 21, "num_kv_groups": 32, "window": 64, "window_chunk": 64},
         {"block_size": 1 << 31},
         {"vocab_size": (1 << 32) - 1},
         {"max_model_len": (1 << 32) - 1},

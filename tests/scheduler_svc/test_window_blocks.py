@@ -11,12 +11,13 @@ from records.rules.oracle import VOCAB, expected_output
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.arrays import NO_INDICES
 from scheduler_svc.core.interface.plan import Plan
-from scheduler_svc.core.memory.window_blocks import WindowBlocks, WindowRoom
+from scheduler_svc.core.memory.window_blocks import WindowBlocks, WindowRoom, WindowSizes
 from tests.scheduler_svc.cluster import Cluster
 from worker_svc.memory.kv_groups import WINDOW_CHUNK, divide
 from worker_svc.model.base import KVShape
 
 SHAPE = KVShape(1, 64)
+SIZES = WindowSizes(block_size=4, window=9, num_tables=2, max_step=8)
 
 
 def _cluster(num_blocks: int = 200, max_rows: int = 4, window: int = 9, chunk: int = 8, **limits: object) -> Cluster:
@@ -129,7 +130,7 @@ def test_the_next_turn_continues_where_the_conversation_ended() -> None:
 
 
 def test_a_fork_is_shared_from_the_third_request_on() -> None:
-    """The first request that diverges elsewhere computes the prefix again, and keeps the window before the fork."""
+    """The first request that leaves a cached prefix at a new position computes it again, and caches its window there."""
     cluster = _cluster(prefix_cache="hash")
     common = list(range(100, 140))
     assert _cached(cluster, 1, [*common, *range(40)]) == 0
@@ -151,8 +152,8 @@ def test_equal_prompts_at_once_are_computed_once() -> None:
 
 
 def test_a_tail_that_a_row_has_read_stays_suspect_after_the_row_has_passed_it() -> None:
-    """A long prompt fails only at its end, and the tail that it began with may be the cause."""
-    windows, blocks = WindowBlocks(200, 4, window=9, num_tables=2, max_step=8), np.arange(10)
+    """If a long prompt fails at its end, the tail that it continued from is dropped, too."""
+    windows, blocks = WindowBlocks(200, SIZES), np.arange(10)
     num_new = windows.num_taken(0, 12, (10,))
     room = WindowRoom(NO_INDICES.reshape(0, 2), num_new, (10,))
     windows.open(0, room, np.arange(100, 100 + num_new), num_shared=0, num_blocks=12)
@@ -175,13 +176,13 @@ def test_a_worker_without_room_for_its_windows_is_refused() -> None:
 @pytest.mark.parametrize("num_blocks", [3, 5, 12, 20, 33, 100])
 def test_the_longest_sequence_fits(num_blocks: int) -> None:
     """A sequence of the maximum length gets its blocks alone, whatever it shares, and a longer one would not."""
-    windows = WindowBlocks(num_blocks, 4, window=9, num_tables=2, max_step=8)
+    windows = WindowBlocks(num_blocks, SIZES)
 
     def most(length: int) -> int:
         shared = range(length)
         return length + max(windows.num_taken(each, length) + 2 * min(each, windows.tail) for each in shared)
 
-    longest = windows.max_positions(num_blocks)
+    longest = SIZES.max_positions(num_blocks)
     assert most(longest) <= num_blocks < most(longest + 1)
 
 

@@ -114,7 +114,7 @@ def test_decode_reads_latent_vectors_only(model: InterfaceModel, monkeypatch: py
 def test_expanded_chunks_equal_absorbed_ones(
     model: InterfaceModel, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chunks have the same logits whether or not their rows are expanded, also beside rows in decode."""
+    """Chunks have the same logits whether or not their rows are expanded, also in a batch with decode rows."""
     logits = []
     for wanted in (True, False):
         monkeypatch.setattr(hf_latent, "expands", lambda tokens, *_, wanted=wanted: wanted and tokens > 1)

@@ -388,7 +388,7 @@ def _part(tensors: Mapping[str, torch.Tensor], name: str, is_needed: bool) -> to
 
 
 def _one_of(tensors: Mapping[str, torch.Tensor], *names: str) -> torch.Tensor:
-    """Return the part that has one of these names."""
+    """Return the first of these tensors that the weight has."""
     for name in names:
         if name in tensors:
             return tensors[name]

@@ -61,28 +61,47 @@ class _Row:
     """The row may have released the blocks of positions before this one."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowSizes:
+    """The sizes of a worker's windows."""
+
+    block_size: int
+    """Tokens per block."""
+    window: int
+    """Number of tokens that a token attends to, including itself."""
+    num_tables: int
+    """Number of groups with a window."""
+    max_step: int
+    """Maximum number of tokens of one row in a step, drafts included."""
+
+    @property
+    def tail(self) -> int:
+        """Number of positions before a boundary that the tokens after it can see."""
+        return -(-(self.window - 1) // self.block_size)
+
+    @property
+    def period(self) -> int:
+        """Number of positions that a step can reach."""
+        return -(-(self.window + self.max_step - 2) // self.block_size) + 1
+
+    def max_positions(self, num_blocks: int) -> int:
+        """Return the number of positions of the longest sequence that fits into so many blocks of all groups."""
+        reached = self.period + self.tail
+        return max(min(reached, num_blocks // (1 + self.num_tables)), num_blocks - self.num_tables * reached)
+
+
 class WindowBlocks(Boundaries):
     """The window blocks of one worker's rows and of its prefix cache, in one epoch."""
 
-    def __init__(self, num_blocks: int, block_size: int, *, window: int, num_tables: int, max_step: int) -> None:
-        """Start without rows.
-
-        Args:
-            num_blocks: blocks of the worker, of all groups.
-            block_size: tokens per block.
-            window: number of tokens that a token attends to, including itself.
-            num_tables: number of groups with a window.
-            max_step: maximum number of tokens of one row in a step, drafts included.
-        """
+    def __init__(self, num_blocks: int, sizes: WindowSizes) -> None:
+        """Start without rows; `num_blocks` are the worker's blocks, of all groups."""
         super().__init__()
-        self._block_size = block_size
-        self.window = window
-        self.num_tables = num_tables
-        self.max_step = max_step
-        self.tail = -(-(window - 1) // block_size)
-        """Number of positions before a boundary that the tokens after it can see."""
-        self.period = -(-(window + max_step - 2) // block_size) + 1
-        """Number of positions that a step can reach."""
+        self._block_size = sizes.block_size
+        self.window = sizes.window
+        self.num_tables = num_tables = sizes.num_tables
+        self.max_step = sizes.max_step
+        self.tail = sizes.tail
+        self.period = sizes.period
         self._attached = np.full((num_blocks, num_tables), _NONE, np.intp)
         """By full block: the window blocks with the same tokens."""
         self._owner = np.full(num_blocks, _NONE, np.intp)
@@ -117,11 +136,6 @@ class WindowBlocks(Boundaries):
         kept = self._kept(num_shared, boundaries)
         replaced = int(np.count_nonzero(kept + self.period < num_blocks))
         return self.num_tables * (min(num_blocks - num_shared, self.period) + replaced)
-
-    def max_positions(self, num_blocks: int) -> int:
-        """Return the number of positions of the longest sequence that fits into so many blocks of all groups."""
-        reached = self.period + self.tail
-        return max(min(reached, num_blocks // (1 + self.num_tables)), num_blocks - self.num_tables * reached)
 
     def max_entries(self, num_tokens: int) -> int:
         """Return an upper bound on the entries in the tables of a sequence with so many tokens at admission."""

@@ -24,7 +24,7 @@ from scheduler_svc.core.memory.prefix_directory import PrefixDirectory
 from scheduler_svc.core.memory.state_checkpoints import StateCheckpoints
 from scheduler_svc.core.memory.swapping import SwapSpace
 from scheduler_svc.core.memory.token_facts import TokenFacts
-from scheduler_svc.core.memory.window_blocks import WindowBlocks
+from scheduler_svc.core.memory.window_blocks import WindowBlocks, WindowSizes
 from scheduler_svc.core.requests.request import Request, RequestState
 from scheduler_svc.core.workers.batching import BatchGate
 from scheduler_svc.core.workers.capacity import Capacity
@@ -169,7 +169,8 @@ class Fleet:
         self._next_epoch = (self._next_epoch + 1) % (1 << 64) or 1
         self._model = hello.model
         self._block_size = hello.block_size
-        windows = _windows(hello, num_blocks)
+        sizes = _window_sizes(hello)
+        windows = None if sizes is None else WindowBlocks(num_blocks, sizes)
         room = _num_positions(hello, num_blocks) * hello.block_size
         max_model_len = min(hello.model.max_model_len, room, MAX_SERVED_SEQUENCE)
         # A recurrent state cannot be rolled back, so a row can reuse computed tokens only up to a checkpoint.
@@ -289,13 +290,12 @@ class Fleet:
                 step.allowance += now - last
 
 
-def _windows(hello: ev.WorkerHello, num_blocks: int) -> WindowBlocks | None:
-    """Return the window blocks of a worker that has KV groups with a window."""
+def _window_sizes(hello: ev.WorkerHello) -> WindowSizes | None:
+    """Return the sizes of a worker's windows; None without KV groups with a window."""
     if hello.num_kv_groups == 1:
         return None
-    return WindowBlocks(
-        num_blocks,
-        hello.block_size,
+    return WindowSizes(
+        block_size=hello.block_size,
         window=hello.window,
         num_tables=hello.num_kv_groups - 1,
         max_step=max(hello.window_chunk, 1 + hello.max_draft_tokens),
@@ -304,8 +304,8 @@ def _windows(hello: ev.WorkerHello, num_blocks: int) -> WindowBlocks | None:
 
 def _num_positions(hello: ev.WorkerHello, num_blocks: int) -> int:
     """Return the number of blocks of the longest sequence that fits into `num_blocks` blocks of all KV groups."""
-    windows = _windows(hello, num_blocks)
-    return num_blocks if windows is None else windows.max_positions(num_blocks)
+    sizes = _window_sizes(hello)
+    return num_blocks if sizes is None else sizes.max_positions(num_blocks)
 
 
 def _contradiction(served: ev.ModelFacts, found: ev.ModelFacts) -> str | None:

@@ -28,7 +28,7 @@ def test_decode(num_heads: int, rank: int, rotary_dim: int) -> None:
 
 @pytest.mark.parametrize("num_heads", [4, 20])
 def test_mixed_batches(num_heads: int) -> None:
-    """Chunks and rows in decode in one batch."""
+    """One batch has prompt chunks and decode rows."""
     rows = [(5, 5), (33, 1), (70, 40), (31, 2), (1, 1)]
     assert_equals_reference(latent_batch(rows, num_heads=num_heads))
 

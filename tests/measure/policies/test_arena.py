@@ -338,7 +338,7 @@ def test_the_learned_step_times_of_a_service_are_costs(tmp_path: Path) -> None:
 
 
 def test_copies_of_a_gpu_overlap_with_its_steps() -> None:
-    """Copies in both directions run beside the step. The step waits for those whose blocks it uses itself."""
+    """Copies in both directions overlap with the step. The step waits only for copies of blocks that it uses."""
     gpu = PRESETS["8b-h100"]
     computing, block_s = Work(0, 8, 8000, 0), gpu.block_copy_s
     alone_s = gpu.seconds(computing)
