@@ -130,7 +130,7 @@ def test_the_next_turn_continues_where_the_conversation_ended() -> None:
 
 
 def test_a_fork_is_shared_from_the_third_request_on() -> None:
-    """The first request that leaves a cached prefix at a new position computes it again, and caches its window there."""
+    """The first request that leaves a cached prefix at a new place computes it again and caches its window there."""
     cluster = _cluster(prefix_cache="hash")
     common = list(range(100, 140))
     assert _cached(cluster, 1, [*common, *range(40)]) == 0
