@@ -22,7 +22,8 @@ def run(*command: str, folder: Path = ROOT) -> "subprocess.CompletedProcess[str]
     return subprocess.run(
         command,
         cwd=folder,
-        env=os.environ | {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull},
+        # No settings of the user's or the machine's git; a missing file counts as an empty one.
+        env=os.environ | {"GIT_CONFIG_GLOBAL": str(folder / "no.gitconfig"), "GIT_CONFIG_NOSYSTEM": "1"},
         capture_output=True,
         text=True,
         timeout=120,
