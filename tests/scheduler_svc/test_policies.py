@@ -36,7 +36,7 @@ from scheduler_svc.core.requests.prediction import Prediction
 from scheduler_svc.core.requests.request import Request, RequestState, Wait
 from shared.request_spec import RequestSpec
 from tests.examples import examples
-from tests.scheduler_svc.cluster import FRONTEND, Cluster
+from tests.scheduler_svc.cluster import FRONTEND, Cluster, Reader
 from tests.scheduler_svc.operations import count_calls
 from tests.scheduler_svc.requests import make_request
 
@@ -423,6 +423,28 @@ def test_a_large_request_is_overtaken_within_its_bound_only() -> None:
     assert sum(bool(reader.tokens) for reader in small) == MAX_OVERTAKEN
     cluster.run()
     assert all(reader.end is not None for reader in cluster.readers.values())
+
+
+def test_requests_assigned_to_another_worker_overtake_within_the_bound_too() -> None:
+    """A request that lacks memory is passed by at most MAX_OVERTAKEN small ones if another worker takes them."""
+    cluster = Cluster(policy="fcfs", max_num_seqs=64, max_num_batched_tokens=64, capacity="guaranteed_no_evict")
+    cluster.join(ModelWorker(b"w/1", 120, 4, 64), "w1")
+    busy = [cluster.submit(stream, [stream] * 4, 60) for stream in range(100, 108)]
+    cluster.plan()
+    cluster.answer()
+    cluster.join(ModelWorker(b"w/2", 80, 4, 64), "w2")
+    cluster.submit(1, [1] * 20, 200)
+    cluster.plan()
+    cluster.answer()
+    large = cluster.submit(2, [2] * 20, 270)
+    small: list[Reader] = []
+    while all(reader.end is None for reader in busy):
+        small += [cluster.submit(200 + len(small), [3, 3, len(small)], 1) for _ in range(2)]
+        cluster.plan_for(b"w/1")
+        cluster.plan_for(b"w/2")
+        assert cluster.answer()
+    assert not large.tokens
+    assert 0 < sum(bool(reader.tokens) for reader in small) <= MAX_OVERTAKEN
 
 
 def test_an_urgent_request_pauses_one_that_ranks_behind_it() -> None:

@@ -408,7 +408,7 @@ class Admission:
         if self._placement is not None and request.wait.num_assigned < MAX_ASSIGNED and not request.faults.suspect:
             other = self._placement.with_room(self._worker, request)
         if other is not None:
-            self._backlog.assign(request, other, self._now)
+            self._assign(request, other)
         else:
             request.waits_for(WaitReason.GRAMMAR, self._now)
             self._backlog.hold_for_grammar(request)
@@ -436,10 +436,15 @@ class Admission:
         if self._placement is not None and request.wait.num_assigned < MAX_ASSIGNED and not self._is_assigned:
             other = self._placement.better_than(worker, self._load, request, worker.num_cached(match))
             if other is not None:
-                self._backlog.assign(request, other, self._now)
+                self._assign(request, other)
                 self._num_looked_past += 1
                 return None
         return self._restored(request, match, room) if len(match.host) and self._copies is not None else room
+
+    def _assign(self, request: Request, other: Worker) -> None:
+        # Counted here, because the other worker's plan admits the request first and may not look at those before it.
+        self._overtake(request)
+        self._backlog.assign(request, other, self._now)
 
     def _restored(self, request: Request, match: Match, room: Room) -> Room | None:
         """Copy the part of a request's prefix that is in host memory; None if the request waits for the rest."""
@@ -489,10 +494,11 @@ class Admission:
         self._num_bytes += admission_bytes(request, rows.block_size, num_entries)
         self._load += DECODE_COST  # This step computes the request's prompt, or the request used up the budget.
         self._worker.gate.admitted(len(request.tokens), self._now)
-        self._overtake(request)
+        if not self._is_assigned:
+            self._overtake(request)
 
     def _overtake(self, request: Request) -> None:
-        """Count an admission for all requests that it overtakes."""
+        """Count an admission or an assignment for all requests that it overtakes."""
         for each in self._overtakable:
             each.wait.overtaken += min(1.0, SMALL * len(request.tokens) / len(each.tokens))
 
