@@ -33,8 +33,6 @@ _MAX_ADMISSIONS = 256
 """Maximum number of admissions in the measurement window."""
 _MAX_LOOKS = 4
 """Maximum number of workers considered per forecast."""
-_CAUTION = 0.8
-"""Share of the expected service time that every request is assumed to take."""
 
 
 class _Pace(NamedTuple):
@@ -134,13 +132,15 @@ class Forecast:
     def must_start(self, request: Request, uncached: int) -> float | None:
         """Return the latest start at which the request may meet the client's deadline; None without a deadline.
 
-        The estimate is optimistic: nearly all similar requests take longer and generate more tokens.
+        The estimate is optimistic: nearly all similar requests take longer and generate more tokens. While little is
+        known about a worker's speed, as after a disturbance, the request may take no time at all.
         """
         if request.deadline is None:
             return None
         lengths = _quantiles(request, self._like(request))
         rest = max(0.0, lengths[0] - request.num_generated) if lengths is not None else 0.0
-        return request.deadline - _CAUTION * self.service_s(request, uncached, rest)
+        workers = self._likely(self._holders(request))
+        return request.deadline - min((worker.least_service_s(uncached, rest) for worker in workers), default=0.0)
 
     def latest_start(self, request: Request, uncached: int) -> float | None:
         """Return the latest start that meets the request's deadline and targets; None without any."""

@@ -47,6 +47,8 @@ _KNOWN = 0.5
 _MAX_FACTOR = 8.0
 """A step counts as hung after this many times the maximum time of such steps."""
 MIN_DEADLINE_S = 1.0
+_PASSING_STEPS = 1000
+"""Number of steps after which a slower speed counts as lasting."""
 
 
 class StepShape(NamedTuple):
@@ -117,6 +119,8 @@ class CostModel:
         """Rows, number, context sums, times and errors of the last decode steps that are not applied yet."""
         self._batch_expected = self._batch_usual = 0.0
         """Expected time of these steps, and the largest error of a usual step."""
+        self._lasting = 1.0
+        """Share of the expected time that steps would take if the last slowdown passed; 1 if there was none lately."""
         self._bounds = (0.0, 0.0, 0.0)
         self._bounds_rows = self._bounds_left = 0
         """Number of rows, and of decode steps with these rows for which the last bounds are reused."""
@@ -213,8 +217,7 @@ class CostModel:
             self._bounds_left -= 1
             return self._bounds
         kind, expected, doubt = self._kind(shape), self.expected_s(shape), self.uncertainty(shape)
-        spread = 4.0 * kind.deviation + 2.0 * doubt
-        least = expected * (1.0 - spread) if spread < 1.0 else 0.0
+        least = expected * _least_share(kind, doubt)
         longest = ceiling
         if kind.count >= _KNOWN_STEPS and doubt <= _KNOWN:
             longest = min(ceiling, max(MIN_DEADLINE_S, _MAX_FACTOR * expected * (kind.peak + 3.0 * doubt)))
@@ -222,6 +225,16 @@ class CostModel:
         if is_plain and kind.count >= _KNOWN_STEPS:
             self._bounds, self._bounds_rows, self._bounds_left = found, rows, _BATCH
         return found
+
+    def least_s(self, shape: StepShape) -> float:
+        """Return a time that nearly all such steps will exceed, even if the last slowdown passes.
+
+        A machine under pressure can be slow for minutes. The time is 0 while little is known about such steps.
+        """
+        kind = self._kind(shape)
+        if kind.count < _KNOWN_STEPS:
+            return 0.0
+        return self.expected_s(shape) * _least_share(kind, self.uncertainty(shape)) * self._lasting
 
     def decode_s(self, num_rows: int, context: int) -> float:
         """Return the expected time of a step that only decodes, without drafts; `context`: tokens that rows read."""
@@ -390,6 +403,7 @@ class CostModel:
         kind.usual(self._batch_distance / self._batch_expected / number, number)
         column = rows, 0, context / number
         expected = self._line.expected_s(column)
+        self._lasting += number / _PASSING_STEPS * (1.0 - self._lasting)
         noise = _noise(kind) * expected
         self._line.correct(column, seconds / number - expected, noise / sqrt(number), number)
 
@@ -398,6 +412,7 @@ class CostModel:
         self._bounds_left = 0
         line, noise, error = self._line, _noise(kind) * expected, duration - expected
         kind.measured(duration / expected if expected > 0 else 1.0)
+        self._lasting += (1.0 - self._lasting) / _PASSING_STEPS
         most = _MOST_SURPRISE * sqrt(line.variance(column) + noise * noise)
         least = -min(most, _MOST_FALL * expected)
         few = self._decodes.count + self._chunks.count < _KNOWN_STEPS
@@ -415,6 +430,7 @@ class CostModel:
                     line.begin(column, duration)
                 else:
                     line.changed(column, duration)
+                    self._lasting = min(1.0, self._lasting * expected / duration)
                 error, noise = 0.0, _FIRST_NOISE * duration
         line.correct(column, error, noise)
 
@@ -424,3 +440,8 @@ def _noise(kind: _Kind) -> float:
     if kind.count < _EARLY_STEPS:
         return _FIRST_NOISE
     return min(max(1.25 * kind.deviation, _LEAST_NOISE), _MOST_NOISE)
+
+
+def _least_share(kind: _Kind, doubt: float) -> float:
+    """Return the share of the expected time that nearly all steps of a kind exceed."""
+    return max(0.0, 1.0 - 4.0 * kind.deviation - 2.0 * doubt)

@@ -250,6 +250,12 @@ class Worker:
         rows = self.rows
         return self.costs.decode_s(rows.num_running or 1, rows.num_table_blocks * rows.block_size)
 
+    def least_service_s(self, num_uncached: int, num_outputs: float) -> float:
+        """Return a time that nearly all requests with so many uncached tokens and outputs take here."""
+        prefill = StepShape(prompt_tokens=num_uncached)
+        decode = StepShape(self.rows.num_running or 1, context=self.rows.num_table_blocks * self.rows.block_size)
+        return self.costs.least_s(prefill) + max(0.0, num_outputs - 1.0) * self.costs.least_s(decode)
+
     def limit_of(self, request: Request) -> int:
         """Return the maximum number of tokens that the request can have here, including the prompt."""
         return min(request.limit, self.max_model_len)
