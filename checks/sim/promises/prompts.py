@@ -131,10 +131,11 @@ class PromptOrder(Promise):
         behind = [each for each in prompts if self.is_behind(each.stream, other)]
         if stream.num_known > other.num_known:
             return False
-        # If no memory or no row is left, the other half may be unused, or be used by prompts further back.
+        # If no memory or no row is left, or the first request's prefix is copied to the device, the other half may be
+        # unused, or be used by prompts further back.
         budget = most_tokens_of(self, epoch.model) - plan.num_decodes
         has_no_row = len(epoch.model.rows) + num_given_back >= min(self.config.max_num_seqs, epoch.model.max_rows)
-        return has_no_row or self.keeps_share(behind, prompts, epoch, budget)
+        return has_no_row or bool(plan.swap_ins) or self.keeps_share(behind, prompts, epoch, budget)
 
     def token_cost(self, prompt: Prompt, epoch: Epoch) -> float:
         """Return a lower bound on the budget tokens for the next token of a prompt; 0 if all tokens cost the same."""
