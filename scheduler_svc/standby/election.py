@@ -128,8 +128,12 @@ class Election:
         """Return whether this scheduler leads at this time (`time.monotonic`), so that it may send something."""
         return self._tenure.may_send(now)
 
-    def stand(self, highest: int) -> None:
-        """Try to acquire the lease from now on; `highest` is the highest leader number that this scheduler knows."""
+    def stand(self, highest: int | None) -> None:
+        """Try to acquire the lease from now on, or not any more.
+
+        Args:
+            highest: highest leader number that this scheduler knows; None to let others acquire the lease.
+        """
         self._highest = highest
 
     def end(self) -> None:
@@ -177,8 +181,8 @@ class Election:
                         self._hold("")
                         return
                     self._tenure.renewed(began)
-                elif self._highest is not None:
-                    number = self._store.acquire(self._highest, self.interval_s)
+                elif (highest := self._highest) is not None:
+                    number = self._store.acquire(highest, self.interval_s)
                     if number:
                         self._hold(self._store.token)
                         self._tenure.acquired(number, began)

@@ -7,7 +7,6 @@ Nothing here blocks. Parts are read from the journal's files, so a slow standby 
 import math
 import os
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -22,16 +21,15 @@ from protos.quire.journal.v1.replication_pb2 import (
     SteppedDown,
 )
 from scheduler_svc.journal.journal import Journal
-from scheduler_svc.standby.cursor import Cursor, Part
+from scheduler_svc.standby.cursor import TIMEOUT_S, Part, Replica, replicated
 from scheduler_svc.standby.election import Election
 from scheduler_svc.standby.peers import PeerLink, bind, receive_peer
 from shared.frames import STANDBY_VERSIONS
+from shared.ids import draw_incarnation
 from shared.logging import get_logger
 from shared.sockets import Protect, SendOutcome, is_readable, send_to, wait_readable
 from shared.versions import UnsupportedVersionError, negotiate, spoken
 
-TIMEOUT_S = 1.5
-"""Silence of a standby, or delay of an acknowledgement, after which nothing waits for the standby, seconds."""
 BATCH_S = 0.05
 """Minimum time between two parts if no token waits for a standby, seconds."""
 TICK_S = 0.25
@@ -48,13 +46,7 @@ log = get_logger()
 class _Standby:
     last_heard: float
     informed_at: float = -math.inf
-    cursor: Cursor = field(default_factory=Cursor)
-    marks: deque[tuple[int, int, float]] = field(default_factory=deque)
-    """(bytes to acknowledge, journal position that is then replicated, time sent), for parts that were complete."""
-    replicated: int = -1
-    """Journal position that the standby has; -1 while it does not have the whole journal."""
-    copy: int = 0
-    """Number of its present copy."""
+    replica: Replica = field(default_factory=Replica)
     segment: int = 0
     descriptor: int = -1
     """Open file of `segment`; -1 if none."""
@@ -113,7 +105,6 @@ class Standbys:
         self._standbys: dict[bytes, _Standby] = {}
         self._ticked_at = -math.inf
         self._dropped = 0
-        self._num_copies = 0
         self.successor = 0
         """Number of a scheduler that leads instead of this one; 0 for none."""
         self.must_be_silent = False
@@ -131,9 +122,8 @@ class Standbys:
         return self._ticked_at + TICK_S
 
     def acknowledged(self) -> float:
-        """Return the journal position that at least one complete standby has; infinite if there is none."""
-        positions = [each.replicated for each in self._standbys.values() if each.replicated >= 0]
-        return max(positions, default=math.inf)
+        """Return the journal position that each standby with the whole journal has; infinite if there is none."""
+        return replicated(each.replica for each in self._standbys.values())
 
     def listen(self) -> None:
         """Wait for an announcement of another leader, after this process was stopped. With a lease, none is needed."""
@@ -174,7 +164,7 @@ class Standbys:
         if is_due:
             self._sent_at = now
         for peer, standby in list(self._standbys.items()):
-            if journal is not None and (is_due or standby.replicated < 0):
+            if journal is not None and (is_due or standby.replica.replicated < 0):
                 self._send_parts(peer, standby, journal, now)
             if now - standby.informed_at >= TICK_S:
                 standby.informed_at = now
@@ -195,7 +185,8 @@ class Standbys:
             for peer, standby in list(self._standbys.items()):
                 if journal is not None:
                     self._send_parts(peer, standby, journal, now)
-            waiting = [each for each in self._standbys.values() if each.cursor.acknowledged < each.cursor.sent]
+            cursors = [each.replica.cursor for each in self._standbys.values()]
+            waiting = [each for each in cursors if each.acknowledged < each.sent]
             if not waiting:
                 break
             wait_readable(self.sockets, 0.02)
@@ -207,12 +198,12 @@ class Standbys:
     def stats(self, journal: Journal | None) -> StandbyStats:
         extents = {} if journal is None else journal.extents
         lags = [
-            standby.cursor.sent - standby.cursor.acknowledged
-            + sum(size for number, size in extents.items() if number > standby.cursor.segment)
-            + max(0, extents.get(standby.cursor.segment, 0) - standby.cursor.offset)
-            for standby in self._standbys.values()
+            cursor.sent - cursor.acknowledged
+            + sum(size for number, size in extents.items() if number > cursor.segment)
+            + max(0, extents.get(cursor.segment, 0) - cursor.offset)
+            for cursor in (standby.replica.cursor for standby in self._standbys.values())
         ]  # fmt: skip
-        ready = sum(each.replicated >= 0 or journal is None for each in self._standbys.values())
+        ready = sum(each.replica.replicated >= 0 or journal is None for each in self._standbys.values())
         return StandbyStats(ready, len(self._standbys), max(lags, default=0), self._dropped)
 
     def close(self) -> None:
@@ -242,11 +233,7 @@ class Standbys:
                 self._standbys[peer] = _Standby(now)
             case "ack" if standby is not None:
                 standby.last_heard = now
-                if message.ack.copy != standby.copy:
-                    return
-                standby.cursor.acknowledged = min(message.ack.num_bytes, standby.cursor.sent)
-                while standby.marks and standby.marks[0][0] <= standby.cursor.acknowledged:
-                    standby.replicated = standby.marks.popleft()[1]
+                standby.replica.acknowledge(message.ack.num_bytes, message.ack.copy)
             case "step_down" if message.step_down.leader_number > self._number:
                 self._step_down(message.step_down.leader_number, silent=message.step_down.leads)
             case "step_down" | "ack" | "take_over":
@@ -264,31 +251,28 @@ class Standbys:
         self.must_be_silent |= silent
 
     def _send_parts(self, peer: bytes, standby: _Standby, journal: Journal, now: float) -> None:
-        extents = journal.extents
-        while (part := standby.cursor.next_part(extents)) is not None:
+        extents, replica = journal.extents, standby.replica
+        while (part := replica.cursor.next_part(extents)) is not None:
             data = self._read(standby, part, journal)
             if data is None:
-                standby.cursor.restart()
+                replica.cursor.restart()
                 return
             if part.starts_over:
-                standby.replicated = -1
-                standby.marks.clear()
-                self._num_copies += 1
-                standby.copy = self._num_copies
+                # Another leader must not use the same number, because a standby may have a part of its copy.
+                replica.start_over(draw_incarnation())
             message = JournalPart(
-                copy=standby.copy,
+                copy=replica.copy,
                 segment=part.segment,
                 offset=part.offset,
                 data=data,
                 starts_over=part.starts_over,
                 is_complete=part.is_complete,
                 oldest_segment=next(iter(extents)) if part.is_complete else 0,
+                position=replica.position(part),
             )
             if not self._send(peer, message):
                 return
-            standby.cursor.sent_part(part, extents)
-            if part.is_complete:
-                standby.marks.append((standby.cursor.sent, journal.written, now))
+            replica.sent(part, extents, journal.written, now)
 
     def _read(self, standby: _Standby, part: Part, journal: Journal) -> bytes | None:
         """Return the bytes of a part, or None if they no longer exist."""
@@ -315,9 +299,8 @@ class Standbys:
         for peer, standby in list(self._standbys.items()):
             if now - standby.last_heard > TIMEOUT_S:
                 self._drop(peer, "it was silent")
-            elif standby.marks and now - standby.marks[0][2] > TIMEOUT_S and standby.replicated >= 0:
+            elif standby.replica.give_up(now):
                 self._dropped += 1
-                standby.replicated = -1
                 log.warning("standby is too slow; nothing waits for it", standby=peer.decode(errors="replace"))
 
     def _drop(self, peer: bytes, reason: str) -> None:

@@ -7,6 +7,8 @@ the duration, so it stops first even if the clocks run at different speeds.
 
 from dataclasses import dataclass
 
+from scheduler_svc.standby.leader_number import Numbers
+
 MARGIN = 0.1
 """Share of the duration by which the holder stops leading earlier, for clocks that run at different speeds."""
 
@@ -52,3 +54,17 @@ def next_number(stored: int, highest: int, now_ms: int) -> int:
         now_ms: time since 1970, ms, which is the number of the first leader.
     """
     return max(stored, highest) + 1 if stored or highest else now_ms
+
+
+def may_stand(numbers: Numbers, copied: int, *, silence_s: float, grace_s: float) -> bool:
+    """Return whether a scheduler tries to acquire the lease.
+
+    A scheduler that may have missed a part of the last leader's journal lets others acquire it first.
+
+    Args:
+        numbers: the leader numbers that it knows.
+        copied: number of the leader whose whole journal it has; 0 for none.
+        silence_s: time since it last received something from a leader, seconds.
+        grace_s: silence after which it stands in any case, seconds.
+    """
+    return max(numbers.own, copied) == numbers.highest or silence_s > grace_s

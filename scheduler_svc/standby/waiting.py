@@ -23,10 +23,12 @@ from protos.quire.journal.v1.replication_pb2 import (
     StepDown,
 )
 from scheduler_svc.journal.recovery import Found
+from scheduler_svc.standby.cursor import Receipt
 from scheduler_svc.standby.election import Election
 from scheduler_svc.standby.leader_number import Numbers
 from scheduler_svc.standby.mirror import GapError, Mirror
 from scheduler_svc.standby.peers import PeerLink, bind, receive_peer
+from scheduler_svc.standby.tenure import may_stand
 from shared.config import ConfigError, SchedulerConfig, addresses
 from shared.frames import STANDBY_VERSIONS
 from shared.logging import get_logger
@@ -94,7 +96,9 @@ class Standby:
         self._leader: PeerLink | None = None
         """Connection to the scheduler that leads."""
         self._acknowledges_each = config.journal_sync == "standby"
-        self._received, self._copy = 0, 0
+        self._receipt = Receipt()
+        self._copied_number = 0
+        """Leader number of the journal that was copied."""
         self._acknowledged_at = self._said_hello_at = 0.0
         self._num_workers = 0
         self._has_stepped_down = False
@@ -151,9 +155,10 @@ class Standby:
     def _elected(self, now: float) -> int:
         """Return the number under which this scheduler leads by its lease; 0 if it does not hold the lease."""
         assert self._election is not None
-        is_current = self._mirror.is_complete or self.numbers.own == self.numbers.highest
-        if is_current or now - self._heard_leader_at > self._election.grace_s:
-            self._election.stand(self.numbers.highest)
+        silence_s = now - self._heard_leader_at
+        copied = self._copied_number if self._mirror.is_complete else 0
+        stands = may_stand(self.numbers, copied, silence_s=silence_s, grace_s=self._election.grace_s)
+        self._election.stand(self.numbers.highest if stands else None)
         return self._election.number
 
     def _commanded(self, now: float) -> int:
@@ -212,6 +217,8 @@ class Standby:
                 if self._leader is not link:
                     log.info("standby: follows a leader", leader=link.address, leader_number=message.leader_number)
                     self._leader = link
+                if message.part.starts_over:
+                    self._copied_number = message.leader_number
                 self._write(link, message.part, now)
             case "status" if message.leads and link is self._leader and self._commanded_at is None:
                 self._leader = None  # The leader does not know this standby any more.
@@ -220,17 +227,19 @@ class Standby:
         if not part.segment:
             self._num_workers = part.num_workers
         else:
-            if part.starts_over:
-                self._received, self._copy = 0, part.copy
-            elif part.copy != self._copy:
+            if not self._receipt.belongs(part.copy, starts_over=part.starts_over):
+                return
+            if self._receipt.is_broken:
                 return
             try:
+                if not self._receipt.follows(part.position):
+                    raise GapError(f"segment {part.segment}: a part before {part.offset} is missing")
                 self._mirror.write(part)
             except (GapError, OSError) as error:
                 log.error("standby: the journal cannot be mirrored; starting over", error=str(error))
-                self._leader = None
+                self._receipt.is_broken, self._copied_number = True, 0
                 return
-            self._received += len(part.data)
+            self._receipt.num_bytes += len(part.data)
             if self._mirror.is_complete and not self._said_complete:
                 log.info("standby: has the whole journal", leader=link.address)
             self._said_complete = self._mirror.is_complete
@@ -240,14 +249,14 @@ class Standby:
         self._mirror.apply()
 
     def _acknowledge(self, link: PeerLink) -> None:
-        link.send(PeerMessage(ack=StandbyAck(num_bytes=self._received, copy=self._copy)))
+        link.send(PeerMessage(ack=StandbyAck(num_bytes=self._receipt.num_bytes, copy=self._receipt.copy)))
 
     def _tick(self, now: float) -> None:
         for link in self._links:
             if not is_readable(link.socket) and link.renew(now) and link is self._leader:
                 log.warning("standby: the leader is silent", leader=link.address)
                 self._leader = None
-        if self._leader is not None:
+        if self._leader is not None and not self._receipt.is_broken:
             if now - self._acknowledged_at >= ACK_S:
                 self._acknowledged_at = now
                 self._acknowledge(self._leader)

@@ -1,9 +1,12 @@
 """Promises of a standby's journal: the standby knows what the leader has sent, however slow or interrupted it is."""
 
+import errno
 import os
 import random
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +17,11 @@ from protos.quire.journal.v1.replication_pb2 import JournalPart
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.journal.journal import Journal
 from scheduler_svc.journal.recovery import Found, to_event
-from scheduler_svc.standby.cursor import PART_BYTES, WINDOW_BYTES, Cursor, Part
+from scheduler_svc.standby.cursor import PART_BYTES, WINDOW_BYTES, Cursor, Part, Receipt, Replica, replicated
 from scheduler_svc.standby.leader_number import NumberFile, Numbers, ReplacedError
 from scheduler_svc.standby.leading import Standbys
 from scheduler_svc.standby.mirror import GapError, Mirror
+from scheduler_svc.standby.tenure import may_stand
 from scheduler_svc.standby.waiting import Standby
 from shared.columns import to_column
 from shared.config import SchedulerConfig
@@ -174,6 +178,51 @@ def test_a_standby_starts_over_if_the_leader_deleted_what_it_lacks() -> None:
     assert behind.next_part({2: 50}) == Part(2, 0, 50, starts_over=True, is_complete=True)
 
 
+def test_a_token_waits_for_each_standby_that_has_the_whole_journal() -> None:
+    """Any of them may take over. A standby that is late, or has only a part, delays nothing."""
+    standbys = [Replica(), Replica(), Replica()]
+    for standby, copy in zip(standbys[:2], (11, 12), strict=True):
+        standby.start_over(copy)
+        standby.sent(Part(1, 0, 100, starts_over=True, is_complete=True), {1: 100}, 100, 0.0)
+        standby.acknowledge(100, copy)
+        standby.sent(Part(1, 100, 50, starts_over=False, is_complete=True), {1: 150}, 150, 1.0)
+    standbys[0].acknowledge(150, 11)
+    standbys[1].acknowledge(150, 11)
+    assert replicated(standbys) == 100
+
+    assert not standbys[1].give_up(2.0)
+    assert standbys[1].give_up(3.0)
+
+    assert replicated(standbys) == 150
+
+
+def test_a_standby_notices_that_the_last_part_of_a_segment_is_missing() -> None:
+    """The next segment begins at 0 in any case. The parts that follow are refused until a copy starts over."""
+    receipt = Receipt()
+    assert receipt.belongs(7, starts_over=True)
+    assert receipt.follows(0)
+    receipt.num_bytes = 100
+
+    assert not receipt.follows(150)
+
+    assert not receipt.follows(100)
+    assert not receipt.belongs(8, starts_over=False)
+    assert receipt.belongs(8, starts_over=True)
+    assert receipt.follows(0)
+
+
+def test_a_scheduler_stands_for_the_lease_only_if_it_has_the_journal_of_the_last_leader() -> None:
+    """The copy of an earlier leader's journal does not count. After the grace period, any scheduler stands."""
+    known = Numbers(own=3, highest=5)
+    assert may_stand(known, 5, silence_s=0.0, grace_s=4.0)
+    assert may_stand(known.led(6), 0, silence_s=0.0, grace_s=4.0)
+    assert may_stand(Numbers(), 0, silence_s=0.0, grace_s=4.0)
+
+    assert not may_stand(known, 4, silence_s=4.0, grace_s=4.0)
+
+    assert may_stand(known, 4, silence_s=4.1, grace_s=4.0)
+
+
 def test_a_scheduler_that_was_replaced_does_not_lead_after_a_restart(tmp_path: Path) -> None:
     """Each takeover has a higher number, which the files of both schedulers keep."""
     first, second = NumberFile(tmp_path / "a"), NumberFile(tmp_path / "b")
@@ -202,32 +251,90 @@ def test_a_slow_standby_completes_its_first_copy(tmp_path: Path, monkeypatch: py
         apply(mirror)
 
     monkeypatch.setattr(Mirror, "apply", slowly)
+    copies: list[int] = []
+    start_over = Replica.start_over
+
+    def counted(replica: Replica, copy: int) -> None:
+        copies.append(copy)
+        start_over(replica, copy)
+
+    monkeypatch.setattr(Replica, "start_over", counted)
     journal = Journal(tmp_path / "leader", max_bytes=1 << 30, keep_s=60.0)
     prompt = to_column(np.arange(100_000))
     for stream in range(1, 21):
         spec = RequestSpec(f"r{stream}", 100_000, 9, identity=b"%016d" % stream)
         journal.note(ef.LogBegun(frontend=b"f/1", stream=stream, spec=spec, tokens=prompt, scores=()))
         journal.commit()
-    config = SchedulerConfig(journal=f"{tmp_path}/standby", standby_of=f"ipc://{tmp_path}/s")
+    with _replication(tmp_path) as (leader, _):
+        _replicate(leader, journal, lambda: leader.stats(journal).ready == 1)
+
+        assert leader.stats(journal).dropped == 0
+        assert len(copies) == 1
+    journal.close()
+
+
+def test_a_standby_whose_disk_was_full_starts_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks for another copy until it can write one, even if the next part begins a segment."""
+    written = Written(tmp_path / "leader", seed=3, max_bytes=6000)
+    journal = written.journal
+    write, is_full = Mirror.write, threading.Event()
+
+    def limited(mirror: Mirror, part: JournalPart) -> None:
+        if is_full.is_set():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(mirror, part)
+
+    monkeypatch.setattr(Mirror, "write", limited)
+    with _replication(tmp_path) as (leader, standby):
+        _replicate(leader, journal, lambda: leader.stats(journal).ready == 1)
+        is_full.set()
+        _turn(written)
+        _replicate(leader, journal, lambda: standby._receipt.is_broken)
+        is_full.clear()
+        segment = max(journal.extents)
+        while max(journal.extents) == segment:
+            _turn(written)
+        _replicate(leader, journal, lambda: not standby._receipt.is_broken and leader.acknowledged() == journal.written)
+
+        standby.stop()
+    copied = Journal(tmp_path / "standby", max_bytes=1 << 20, keep_s=300.0, clock_ms=lambda: 1_000_000, reports=False)
+    assert _known(copied.restored.logs) == _known(to_event(journal._book, 0).logs)
+    copied.close()
+    journal.close()
+
+
+def _turn(written: Written) -> None:
+    """Let something be written."""
+    before = written.journal.written
+    while written.journal.written == before:
+        written.act()
+        written.end_turn()
+
+
+@contextmanager
+def _replication(folder: Path) -> Iterator[tuple[Standbys, Standby]]:
+    """Yield a leader, and a standby that runs in a thread."""
+    config = SchedulerConfig(journal=f"{folder}/standby", standby_of=f"ipc://{folder}/s")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     leader = Standbys(context, address=config.standby_of, others=(), number=5)
     standby = Standby(context, config, Numbers())
     thread = threading.Thread(target=standby.run, args=(Pulse(),))
     thread.start()
     try:
-        end = time.monotonic() + 60
-        while not leader.stats(journal).ready:
-            assert time.monotonic() < end
-            leader.read(time.monotonic())
-            leader.send(journal, time.monotonic(), num_workers=0)
-            wait_readable(leader.sockets, 0.01)
-
-        assert leader.stats(journal).dropped == 0
-        assert leader._num_copies == 1
+        yield leader, standby
     finally:
         standby.stop()
         thread.join()
         standby.close()
         leader.close()
-        journal.close()
         context.destroy(linger=0)
+
+
+def _replicate(leader: Standbys, journal: Journal, holds: Callable[[], bool]) -> None:
+    """Run the leader's side until a condition holds."""
+    end = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end
+        leader.read(time.monotonic())
+        leader.send(journal, time.monotonic(), num_workers=0)
+        wait_readable(leader.sockets, 0.01)

@@ -231,6 +231,7 @@ class JournalPart(_message.Message):
     OLDEST_SEGMENT_FIELD_NUMBER: _builtins.int
     NUM_WORKERS_FIELD_NUMBER: _builtins.int
     COPY_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
     segment: _builtins.int
     """Number of the leader's segment. 0: this message has no bytes."""
     offset: _builtins.int
@@ -246,7 +247,9 @@ class JournalPart(_message.Message):
     num_workers: _builtins.int
     """Number of workers that are connected to the leader."""
     copy: _builtins.int
-    """Number of the copy to which this part belongs. Each copy starts with `starts_over`."""
+    """Number of the copy to which this part belongs, different for all copies. Each copy starts with `starts_over`."""
+    position: _builtins.int
+    """Number of bytes in all earlier parts of the copy. A standby that has received fewer asks for another copy."""
     def __init__(
         self,
         *,
@@ -258,10 +261,11 @@ class JournalPart(_message.Message):
         oldest_segment: _builtins.int = ...,
         num_workers: _builtins.int = ...,
         copy: _builtins.int = ...,
+        position: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy", b"copy", "data", b"data", "is_complete", b"is_complete", "num_workers", b"num_workers", "offset", b"offset", "oldest_segment", b"oldest_segment", "segment", b"segment", "starts_over", b"starts_over"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy", b"copy", "data", b"data", "is_complete", b"is_complete", "num_workers", b"num_workers", "offset", b"offset", "oldest_segment", b"oldest_segment", "position", b"position", "segment", b"segment", "starts_over", b"starts_over"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
