@@ -35,7 +35,7 @@ from scheduler_svc.operator import Operator
 from scheduler_svc.recorder.recorder import Recorder, RecorderStats
 from scheduler_svc.recorder.tape import RecordedScheduler
 from scheduler_svc.standby.election import Election
-from scheduler_svc.standby.leading import Standbys
+from scheduler_svc.standby.leading import Standbys, StandbyStats
 from scheduler_svc.standby.waiting import NO_PREDECESSOR, Succession
 from scheduler_svc.tracing import SchedulerTracing
 from scheduler_svc.worker import link as worker_link
@@ -283,9 +283,13 @@ class SchedulerService:
         return self._metrics.in_parts(self._core.stats(), self._journal, record, leadership)
 
     def _leadership(self) -> admin_pb2.Leadership | None:
-        if self._standbys is None:
+        if self._standbys is not None:
+            stats = self._standbys.stats(self._journal)
+        elif self._lease is not None:
+            ready = int(self._lease.has_standby)
+            stats = StandbyStats(ready=ready, connected=ready)
+        else:
             return None
-        stats = self._standbys.stats(self._journal)
         return admin_pb2.Leadership(
             leader=f"{names.gethostname()}-{os.getpid()}",
             leader_number=self._leader_number,

@@ -156,10 +156,9 @@ def _leadership_lines(load: admin.SchedulerLoad) -> list[str]:
     standbys = f"{found.ready_standbys} ready" if found.ready_standbys else "none ready"
     if found.other_standbys:
         standbys += f", {found.other_standbys} copying"
-    return [
-        f"leader     {found.leader} under number {found.leader_number} for {found.seconds:.0f} s   "
-        f"standbys: {standbys}, {found.lag_bytes} bytes behind"
-    ]
+    number = f" under number {found.leader_number}" if found.leader_number else ""
+    lag = f", {found.lag_bytes} bytes behind" if found.leader_number else ""
+    return [f"leader     {found.leader}{number} for {found.seconds:.0f} s   standbys: {standbys}{lag}"]
 
 
 def _limit_lines(limit: admin.PresentLimit) -> list[str]:

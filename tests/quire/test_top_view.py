@@ -81,6 +81,10 @@ def test_the_screen_shows_the_leader_and_its_standbys_if_there_are_any() -> None
 
     line = "leader     a-7 under number 12 for 3 s   standbys: none ready, 1 copying, 900 bytes behind"
     assert line in top.lines()
+    load.leadership.leader_number = load.leadership.other_standbys = load.leadership.lag_bytes = 0
+    load.leadership.ready_standbys = 1
+    top.take(admin.WatchStepsResponse(load=load))
+    assert "leader     a-7 for 3 s   standbys: 1 ready" in top.lines()
 
 
 def test_incidents_are_listed() -> None:

@@ -1080,7 +1080,7 @@ Global___SchedulerLoad: _TypeAlias = SchedulerLoad  # noqa: Y015
 
 @_typing.final
 class Leadership(_message.Message):
-    """The scheduler that leads, and its standbys on other machines."""
+    """The scheduler that leads, and its standbys."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1093,11 +1093,11 @@ class Leadership(_message.Message):
     leader: _builtins.str
     """Host and process ID of the scheduler that leads."""
     leader_number: _builtins.int
-    """Number under which it leads, which increases with each takeover."""
+    """Number under which it leads, which increases with each takeover. 0: the lease is a file, which has no numbers."""
     seconds: _builtins.float
     """Seconds since it began to lead."""
     ready_standbys: _builtins.int
-    """Connected standbys that have the whole journal."""
+    """Connected standbys that have the whole journal. If the lease is a file: 1 if a standby waits."""
     other_standbys: _builtins.int
     """Other connected standbys."""
     lag_bytes: _builtins.int

@@ -174,6 +174,7 @@ def _load(load: admin.SchedulerLoad) -> dict[str, Any]:
     rates = load.rates
     return {
         "time": _seconds(load.time),
+        "leadership": _leadership(load.leadership) if load.HasField("leadership") else None,
         "running": load.running_requests,
         "waiting": load.waiting_requests,
         "byReason": dict(load.waiting_by_reason),
@@ -197,6 +198,17 @@ def _load(load: admin.SchedulerLoad) -> dict[str, Any]:
             "ttft": _quantiles(rates.ttft),
             "itl": _quantiles(rates.itl),
         },
+    }
+
+
+def _leadership(found: admin.Leadership) -> dict[str, Any]:
+    return {
+        "leader": found.leader,
+        "number": str(found.leader_number) if found.leader_number else "",  # JavaScript has no 64-bit numbers.
+        "seconds": round(found.seconds),
+        "ready": found.ready_standbys,
+        "others": found.other_standbys,
+        "lag": found.lag_bytes,
     }
 
 

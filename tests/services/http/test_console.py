@@ -281,6 +281,19 @@ def _step(worker: str, *rows: int) -> admin.WatchStepsResponse:
     return part
 
 
+def test_the_leader_and_its_standbys_are_shown_if_there_are_any() -> None:
+    """A service without standbys has no such line. Leader numbers are text, because they may have 64 bits."""
+    feed, part = Feed(), _load(0)
+    assert feed.message(part)["load"]["leadership"] is None
+    shown = part.load.leadership
+    shown.leader, shown.leader_number, shown.seconds = "a-7", (1 << 63) + 1, 3.4
+    shown.ready_standbys, shown.other_standbys, shown.lag_bytes = 1, 2, 900
+
+    assert feed.message(part)["load"]["leadership"] == {
+        "leader": "a-7", "number": "9223372036854775809", "seconds": 3, "ready": 1, "others": 2, "lag": 900,
+    }  # fmt: skip
+
+
 def test_a_worker_that_left_is_forgotten_after_a_minute() -> None:
     """Its name is sent once, with all rows of a successor with this name; a worker that returns earlier is kept."""
     feed = Feed()

@@ -4,6 +4,7 @@ import { BlockMaps, cells } from "./blocks.js";
 import { Details } from "./details.js";
 import { Figures } from "./figures.js";
 import { Gantt, owners } from "./gantt.js";
+import { Leader } from "./leader.js";
 import { PresentLimit } from "./limit.js";
 import { Memory } from "./memory.js";
 import { Model, cell } from "./model.js";
@@ -29,6 +30,7 @@ const gantt = new Gantt(part("gantt"), model, { readout: (text) => say("hover", 
 const blocks = new BlockMaps(part("blocks"), model, { readout: (text) => say("block-hover", text), chosen: choose });
 const figures = new Figures(part("figures"), model);
 const limit = new PresentLimit(part("now"), model);
+const leader = new Leader(part("leader"), model);
 const memory = new Memory(part("memory"), part("memory-by"), model, choose, (map) => cells(map.device));
 const workers = new Workers(part("workers"), part("order"), part("confirm"), model);
 const queues = new Queues(part("queues"), part("policy"), model, choose);
@@ -123,6 +125,7 @@ function take(message) {
     state(`Live: ${message.load.running} running, ${message.load.waiting} waiting${missed}`);
     listWorkers(message.load.workers);
     limit.update();
+    leader.update();
     figures.update();
     workers.update();
     listRequests();
