@@ -83,7 +83,8 @@ class Row:
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     windows: list[list[int]] = field(default_factory=list)
-    """Blocks of the KV groups with a window. A row reuses them in turn."""
+    """Blocks of the KV groups with a window. A row takes them up to `window_period`, and reuses them in turn."""
+    window_period: int = 0
     held: bool = False
     draft_limit: int = 0
     ahead: int = 0
@@ -137,9 +138,8 @@ class Driver:
         windows: list[list[int]] = []
         if limits.num_kv_groups > 1:
             period = -(-(limits.window + limits.window_chunk - 2) // limits.block_size) + 1
-            num_blocks = min(period, limits.max_blocks_per_row)
-            windows = [[self.take_block() for _ in range(num_blocks)] for _ in range(1, limits.num_kv_groups)]
-        self.rows[row] = Row(list(tokens), len(tokens), computed, list(blocks), windows)
+            windows = [[self.take_block() for _ in blocks] for _ in range(1, limits.num_kv_groups)]
+        self.rows[row] = Row(list(tokens), len(tokens), computed, list(blocks), windows, period)
         self.plan.admissions.append(
             plan_pb2.Admission(
                 row=row,
@@ -213,6 +213,10 @@ class Driver:
                 row.blocks.append(self.take_block())
                 plan.append_rows += to_column([number])
                 plan.append_blocks += to_column([row.blocks[-1]])
+                for blocks in row.windows:
+                    taken = [self.take_block()] if len(row.blocks) <= row.window_period else []
+                    blocks += taken
+                    plan.append_windows += to_column(taken or [-1])
         self._limits.append(limits)
         self.plan = plan_pb2.Plan(step=plan.step + 1)
         return plan

@@ -289,6 +289,7 @@ class Decoder:
             ],
             append_rows=from_column(message.append_rows).tolist(),
             append_blocks=_sums(message.append_blocks),
+            append_windows=_sums(message.append_windows),
             chunk_rows=list(message.chunk_rows),
             chunk_lengths=lengths,
             holds=list(message.holds),

@@ -59,6 +59,10 @@ class PlanDigest:
     admissions: list[AdmissionDigest]
     append_rows: list[int]
     append_blocks: list[int]
+    append_windows: list[int]
+    """Their blocks in the KV groups with a window, position by position; -1 for the block a period before. Empty if all
+    are.
+    """
     chunk_rows: list[int]
     chunk_lengths: list[int]
     holds: list[int]
@@ -153,6 +157,7 @@ def digest(plan: Plan) -> PlanDigest:
         ],
         append_rows=plan.append_rows.tolist(),
         append_blocks=plan.append_blocks.tolist(),
+        append_windows=plan.append_windows.ravel().tolist(),
         chunk_rows=plan.chunk_rows.tolist(),
         chunk_lengths=plan.chunk_lengths.tolist(),
         holds=plan.holds.tolist(),

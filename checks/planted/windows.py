@@ -9,7 +9,7 @@ from checks.planted.bug import bug, wrap
 from checks.sim.aims import both, with_faults, with_few_words, with_little_memory, with_windows
 from checks.sim.faults import Fault
 from scheduler_svc.core.interface.arrays import NO_INDICES, IndexArray
-from scheduler_svc.core.memory.window_blocks import WindowBlocks
+from scheduler_svc.core.memory.window_blocks import WindowBlocks, _Row
 from scheduler_svc.core.workers.worker import Worker
 
 _SHARED = both(with_few_words, with_windows(7))
@@ -94,3 +94,56 @@ def steady_state_is_counted(patch: pytest.MonkeyPatch) -> None:
         return int(np.minimum(num_taken(self, num_shared, num_blocks, boundaries), most))
 
     wrap(patch, WindowBlocks, "num_taken", steady)
+
+
+@bug("core", aim=both(with_little_memory, with_windows(9, 12)))
+def growth_counts_full_blocks_only(patch: pytest.MonkeyPatch) -> None:
+    """A row that grows makes room for its full block, and not for its window blocks."""
+    patch.setattr(Worker, "num_growth", lambda self, rows: len(rows))
+
+
+@bug("window.content", "window.table", "core", "kv.exclusive", aim=with_windows(9, 12))
+def growth_ends_one_position_early(patch: pytest.MonkeyPatch) -> None:
+    """The last position of a row's first period takes no blocks."""
+
+    def shorter(takes: Any, self: Any, position: int) -> bool:
+        return bool(takes(self, position + 1))
+
+    wrap(patch, _Row, "takes", shorter)
+
+
+@bug("window.content", "kv.exclusive", aim=_SHARED)
+def growth_overwrites_a_boundary(patch: pytest.MonkeyPatch) -> None:
+    """When a row has grown by a period after a boundary, it uses the blocks of the boundary's tail again."""
+
+    def overwriting(takes: Any, self: Any, position: int) -> bool:
+        return bool(takes(self, position)) and position < self.round_end
+
+    wrap(patch, _Row, "takes", overwriting)
+
+
+@bug("core", aim=with_windows(9, 12))
+def grown_windows_leak(patch: pytest.MonkeyPatch) -> None:
+    """A row that leaves does not release the window blocks that it has taken since its admission."""
+
+    def forgetful(grow: Any, self: WindowBlocks, rows: IndexArray, positions: IndexArray, taken: IndexArray) -> Any:
+        rings = {row: self._rows[row].ring for row in rows.tolist()}
+        found = grow(self, rows, positions, taken)
+        for row, ring in rings.items():
+            self._rows[row].ring = ring
+        return found
+
+    wrap(patch, WindowBlocks, "grow", forgetful)
+
+
+@bug("kv.exclusive", "window.content", aim=with_windows(9, 12))
+def grown_windows_of_another_row(patch: pytest.MonkeyPatch) -> None:
+    """Two rows that grow in one plan get each other's window blocks."""
+
+    def reversed_rows(
+        grow: Any, self: WindowBlocks, rows: IndexArray, positions: IndexArray, taken: IndexArray
+    ) -> IndexArray:
+        found: IndexArray = grow(self, rows, positions, taken)
+        return found[::-1] if (found >= 0).all() else found
+
+    wrap(patch, WindowBlocks, "grow", reversed_rows)

@@ -340,6 +340,7 @@ def planned(plan: Plan) -> Plan:
         admissions=tuple(_admission(own, each) for own, each in zip(plan.admissions, sent.admissions, strict=True)),
         append_rows=_column(sent.append_rows),
         append_blocks=_column(sent.append_blocks),
+        append_windows=_column(sent.append_windows),
         chunk_rows=_column(sent.chunk_rows),
         chunk_lengths=_column(sent.chunk_lengths),
         holds=_column(sent.holds),

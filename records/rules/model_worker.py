@@ -84,7 +84,12 @@ class Row:
     """Number of tokens that the scheduler knows if the row has failed."""
     reported_step: int | None = None
     """The first step whose result reported that the row failed with NaN."""
-    windows: WindowTables | None = None
+    windows: list[list[int]] = field(default_factory=list)
+    """Blocks of each position in the KV groups with a window, from `first_window` on."""
+    first_window: int = 0
+    window_period: int = 0
+    num_window_blocks: int = 0
+    """Window blocks that the row has taken."""
     scored: bool = False
     """Whether the request asks for log-probabilities."""
     num_prompt_unscored: int = 0
@@ -269,10 +274,19 @@ class ModelWorker:
             self._copy(sources, targets)
         self._copy_on_device(plan.copy_sources.tolist(), plan.copy_targets.tolist())
         admitted = [(self._admit(admission), admission.num_computed_tokens) for admission in plan.admissions]
-        for index, block in zip(plan.append_rows.tolist(), plan.append_blocks.tolist(), strict=True):
+        windowed: list[list[int]] = plan.append_windows.reshape(-1, max(1, self.num_kv_groups - 1)).tolist()
+        if windowed and len(windowed) != len(plan.append_rows):
+            raise ViolationError(
+                "plan.append", f"{len(windowed)} positions of windows for {len(plan.append_rows)} rows"
+            )
+        for place, (index, block) in enumerate(
+            zip(plan.append_rows.tolist(), plan.append_blocks.tolist(), strict=True)
+        ):
             row = self._row(index, "append")
             row.blocks.append(block)
             self._name_block(row, block, fresh=True)
+            if row.windows:
+                self._append_window(row, windowed[place] if windowed else [])
         for index in plan.holds.tolist():
             row = self._row(index, "hold")
             if row.held or not row.decoding:
@@ -378,7 +392,6 @@ class ModelWorker:
 
     def _admit_windows(self, row: Row, windows: WindowTables | None) -> None:
         """Check the tables for windows. The row writes all blocks after those with computed KV."""
-        row.windows = windows
         if (windows is None) != (self.num_kv_groups == 1):
             raise ViolationError("plan.admission", f"row {row.index} lacks tables for windows", row.name)
         if windows is None:
@@ -386,34 +399,62 @@ class ModelWorker:
         num_given = row.num_given // self.block_size
         if row.num_given % self.block_size or len(windows.tables) != self.num_kv_groups - 1:
             raise ViolationError("plan.admission", f"{len(windows.tables)} tables after {row.num_given}", row.name)
+        positions = windows.tables.T.tolist()
+        row.first_window, row.window_period = windows.first, windows.period
+        end = windows.first + len(positions)
+        if end > len(row.blocks) or (end < len(row.blocks) and len(positions) < windows.period):
+            raise ViolationError("window.table", f"the tables end at position {end} of {len(row.blocks)}", row.name)
+        while len(positions) < len(row.blocks) - windows.first:
+            positions.append(positions[-windows.period])
+        row.windows = positions
         own = windows.tables[:, max(0, num_given - windows.first) :].ravel().tolist()
         given: set[int] = set()
         for block in own:
-            if not 0 <= block < (self.num_usable or self.num_blocks):
-                raise ViolationError("plan.block", f"block {block} does not exist", row.name)
             if block in given:
                 continue
             given.add(block)
-            if self._holders[block]:
-                raise ViolationError("kv.exclusive", f"block {block} of a window is in a table", row.name)
-            if self._last_named[block] > self.answered_step:
-                raise ViolationError("kv.reuse", f"block {block} is reused in step {self.last_step}", row.name)
-            self._writer[block] = row
-        if len(given) > self.max_window_blocks(self.num_blocks) + 2 * len(windows.tables) * self.window:
-            raise ViolationError("window.bound", f"{len(given)} window blocks", row.name)
+            self._take_window_block(row, block)
+        self._check_window_bound(row)
+
+    def _append_window(self, row: Row, blocks: list[int]) -> None:
+        """Add a position to the row's windows, with new blocks or those a period before."""
+        if blocks and blocks[0] >= 0:
+            for block in blocks:
+                self._take_window_block(row, block)
+            row.windows.append(blocks)
+            self._check_window_bound(row)
+        elif len(row.windows) < row.window_period:
+            raise ViolationError("window.table", f"position {len(row.blocks) - 1} has no window blocks", row.name)
+        else:
+            row.windows.append(row.windows[-row.window_period])
+
+    def _take_window_block(self, row: Row, block: int) -> None:
+        if not 0 <= block < (self.num_usable or self.num_blocks):
+            raise ViolationError("plan.block", f"block {block} does not exist", row.name)
+        if self._holders[block]:
+            raise ViolationError("kv.exclusive", f"block {block} of a window is in a table", row.name)
+        if self._last_named[block] > self.answered_step:
+            raise ViolationError("kv.reuse", f"block {block} is reused in step {self.last_step}", row.name)
+        self._writer[block] = row
+        row.num_window_blocks += 1
+
+    def _check_window_bound(self, row: Row) -> None:
+        """Check that a row takes window blocks only with its tokens, and a bounded number."""
+        num_tables = self.num_kv_groups - 1
+        most = self.max_window_blocks(self.num_blocks) + 2 * num_tables * self.window
+        num_positions = len(row.blocks) - row.num_given // self.block_size
+        if row.num_window_blocks > min(most, num_tables * num_positions):
+            what = f"{row.num_window_blocks} window blocks for {num_positions} positions"
+            raise ViolationError("window.bound", what, row.name)
 
     def _window_blocks(self, row: Row, number: int) -> list[int]:
         """Return the row's blocks at a position of its tables for windows."""
-        windows = row.windows
-        if windows is None:
+        if not row.windows:
             return []
-        at, length = number - windows.first, windows.tables.shape[1]
-        if at >= length:
-            at = length - windows.period + (at - length) % windows.period
-        if not 0 <= at < length:
+        at = number - row.first_window
+        if not 0 <= at < len(row.windows):
             raise ViolationError("window.table", f"position {number} is not in the tables", row.name)
-        blocks: list[int] = windows.tables[:, at].tolist()
-        return blocks
+        return row.windows[at]
 
     def _write_windows(self, row: Row, position: int, value: int) -> None:
         number, offset = divmod(position, self.block_size)
@@ -427,7 +468,7 @@ class ModelWorker:
 
     def _read_windows(self, row: Row, start: int) -> None:
         """Check the KV that the row's tokens from `start` on attend to through windows."""
-        if row.windows is None:
+        if not row.windows:
             return
         for position in range(max(0, start - self.window + 1), row.computed):
             number, offset = divmod(position, self.block_size)
@@ -535,7 +576,7 @@ class ModelWorker:
             raise ViolationError("plan.chunk", f"two chunks for one row in {chunk_rows}")
         for index, length in zip(chunk_rows, plan.chunk_lengths.tolist(), strict=True):
             row = self._row(index, "chunk")
-            if row.windows is not None and length > self.longest_window_chunk:
+            if row.windows and length > self.longest_window_chunk:
                 raise ViolationError("plan.chunk", f"chunk of {length} for row {index} with a window", row.name)
             if row.decoding or length < 1 or row.computed + length > len(row.tokens):
                 raise ViolationError("plan.chunk", f"chunk of {length} for row {index} at {row.computed}", row.name)
@@ -633,7 +674,7 @@ class ModelWorker:
             if self._writer[block] is not row:
                 raise ViolationError("kv.exclusive", f"a write to block {block}, which is shared", row.name)
             count = min(size - offset, row.computed - position)
-            if row.windows is not None:
+            if row.windows:
                 for each in range(position, position + count):
                     self._write_windows(row, each, row.values[each] if row.spoil is None else _SPOILT)
             slot = block * size + offset

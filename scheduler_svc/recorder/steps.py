@@ -94,6 +94,8 @@ def write_plan(message: pb.Plan, plan: Plan, worker: WorkerState, number_of: Cal
     if len(plan.append_rows):
         message.append_rows = to_column(plan.append_rows)
         message.append_blocks = _differences(plan.append_blocks)
+        if len(plan.append_windows):
+            message.append_windows = _differences(plan.append_windows.ravel())
     if len(plan.chunk_rows):
         chunk_rows, lengths = plan.chunk_rows.tolist(), plan.chunk_lengths.tolist()
         message.chunk_rows.extend(chunk_rows)

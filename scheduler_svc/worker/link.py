@@ -125,6 +125,8 @@ def encode_plan(
         message.leaves = to_column(plan.leaves)
     if len(plan.append_rows):
         message.append_rows, message.append_blocks = to_column(plan.append_rows), to_column(plan.append_blocks)
+        if len(plan.append_windows):
+            message.append_windows = to_column(plan.append_windows.ravel())
     if len(plan.chunk_rows):
         message.chunk_rows, message.chunk_lengths = to_column(plan.chunk_rows), to_column(plan.chunk_lengths)
     if len(plan.holds):

@@ -13,7 +13,7 @@ from scheduler_svc.core.interface.arrays import NO_INDICES
 from scheduler_svc.core.interface.plan import Plan
 from scheduler_svc.core.memory.window_blocks import WindowBlocks, WindowRoom, WindowSizes
 from tests.scheduler_svc.cluster import Cluster
-from worker_svc.memory.kv_groups import WINDOW_CHUNK, divide
+from worker_svc.memory.kv_groups import WINDOW_CHUNK, KVGroups, divide
 from worker_svc.model.base import KVShape
 
 SHAPE = KVShape(1, 64)
@@ -46,7 +46,7 @@ def _cached(cluster: Cluster, stream: int, prompt: list[int], max_tokens: int = 
     return admissions[0].num_computed_tokens
 
 
-@pytest.mark.parametrize(
+MODELS = pytest.mark.parametrize(
     ("what", "windows"),
     [
         ("Gemma-3 1B", ([512] * 5 + [None]) * 4 + [512] * 2),
@@ -57,6 +57,9 @@ def _cached(cluster: Cluster, stream: int, prompt: list[int], max_tokens: int = 
         ("gpt-oss-120b", [128, None] * 18),
     ],
 )
+
+
+@MODELS
 def test_a_long_row_holds_little_more_than_its_windows_need(what: str, windows: list[int | None]) -> None:
     """In decode at 32,768 tokens, a row holds at most 1.1 times the KV that its layers need, in whole blocks."""
     block_size, num_prompt, num_outputs = 16, 31_000, 1_768
@@ -82,6 +85,59 @@ def test_a_long_row_holds_little_more_than_its_windows_need(what: str, windows: 
     held = worker.blocks_held * groups.num_places * block_size
     needed = sum(num_tokens if window is None else window for window in windows)
     assert needed < held <= 1.1 * needed, f"{what}: {held / needed:.3f}"
+
+
+@MODELS
+def test_as_many_short_requests_run_as_without_groups(what: str, windows: list[int | None]) -> None:
+    """Requests that may become long, but are short, need the memory of unused places in blocks at most."""
+    groups = divide([SHAPE] * len(windows), windows, max_model_len=32_768, chunk=WINDOW_CHUNK)
+    assert groups is not None
+    num_whole = 70
+    num_blocks = num_whole * len(windows) // groups.num_places
+
+    most = _most_rows(num_blocks, groups)
+    expected = _most_rows(num_whole, None)
+    num_places = groups.num_groups * groups.num_places
+    assert 8 < expected < 64
+    assert most >= expected * len(windows) // num_places, f"{what}: {most} instead of {expected}"
+
+
+def _most_rows(num_blocks: int, groups: KVGroups | None) -> int:
+    """Return how many of 64 requests with a short prompt and a long `max_tokens` run at once, in the first steps."""
+    model = ModelWorker(
+        b"w/1", num_blocks, 16, 64, max_tokens_per_step=512, max_model_len=32_768,
+        num_kv_groups=1 if groups is None else groups.num_groups,
+        window=0 if groups is None else groups.window,
+        window_chunk=0 if groups is None else WINDOW_CHUNK,
+    )  # fmt: skip
+    cluster = Cluster(max_num_seqs=64, max_num_batched_tokens=512)
+    cluster.join(model)
+    for stream in range(64):
+        cluster.submit(stream, [(stream + 7 * position) % VOCAB for position in range(60)], 4_000)
+    most = 0
+    for _ in range(30):
+        cluster.plan()
+        cluster.answer()
+        most = max(most, len(model.rows))
+    return most
+
+
+def test_a_row_takes_window_blocks_with_its_tokens() -> None:
+    """A row holds one block of each group per position, until its window and one step have blocks."""
+    cluster = Cluster()
+    cluster.join(ModelWorker(b"w/1", 200, 4, 4, num_kv_groups=3, window=33, window_chunk=8))
+    cluster.submit(1, [1, 2, 3], 150)
+    held = []
+    while cluster.readers[1].end is None:
+        cluster.plan()
+        cluster.answer()
+        (worker,) = cluster.core.stats().workers
+        held.append(worker.blocks_held)
+
+    period = WindowBlocks(1, WindowSizes(block_size=4, window=33, num_tables=2, max_step=8)).period
+    assert held[:30] == [-(-(4 + step) // 4) * 3 for step in range(30)]
+    assert max(held) == 152 // 4 + 2 * period
+    _check_tokens(cluster)
 
 
 def _done(plan: Plan, rows: list[int]) -> ev.StepDone:
@@ -155,11 +211,12 @@ def test_a_tail_that_a_row_has_read_stays_suspect_after_the_row_has_passed_it() 
     """If a long prompt fails at its end, the tail that it continued from is dropped, too."""
     windows, blocks = WindowBlocks(200, SIZES), np.arange(10)
     num_new = windows.num_taken(0, 12, (10,))
-    room = WindowRoom(NO_INDICES.reshape(0, 2), num_new, (10,))
+    room = WindowRoom(NO_INDICES.reshape(0, 2), num_new, num_new, (10,))
     windows.open(0, room, np.arange(100, 100 + num_new), num_shared=0, num_blocks=12)
     windows.attach(0, blocks)
     tail, num_new = windows.tail_of(blocks), windows.num_taken(10, 30)
-    windows.open(1, WindowRoom(tail, num_new, ()), np.arange(150, 150 + num_new), num_shared=10, num_blocks=30)
+    room = WindowRoom(tail, num_new, num_new, ())
+    windows.open(1, room, np.arange(150, 150 + num_new), num_shared=10, num_blocks=30)
     assert windows.passed(1, 56).tolist() == tail.ravel().tolist()
 
     assert np.isin(tail, windows.suspects(1)).all()

@@ -11,7 +11,7 @@ from shared.columns import to_column
 from worker_svc.interface.errors import PlanError
 from worker_svc.interface.limits import Limits
 from worker_svc.link.decoding import decode_plan
-from worker_svc.memory.kv_groups import WINDOW_CHUNK, divide
+from worker_svc.memory.kv_groups import divide
 from worker_svc.model.base import KVShape
 from worker_svc.rows.table import RowTable
 
@@ -52,17 +52,6 @@ def test_layers_of_different_sizes_have_one_group() -> None:
     assert divide([SHAPE, KVShape(1, 64)], [5, None], max_model_len=1000, chunk=10) is None
 
 
-@pytest.mark.parametrize(("num_whole", "max_rows", "pays"), [(240, 64, False), (240, 2, True), (6_000, 64, True)])
-def test_short_requests_do_not_fit_worse(num_whole: int, max_rows: int, pays: bool) -> None:
-    """Groups are used only if the windows of all rows fit, and as many tokens as without groups (Gemma-3 4B)."""
-    windows = ([1024] * 5 + [None]) * 5 + [1024] * 4
-    groups = divide([SHAPE] * len(windows), windows, max_model_len=32_768, chunk=WINDOW_CHUNK)
-    assert groups is not None
-    num_blocks = num_whole * len(windows) // groups.num_places
-
-    assert groups.pay(num_blocks, num_whole, max_rows=max_rows, block_size=16) == pays
-
-
 def _admission(**changes: object) -> plan_pb2.Admission:
     tables = [to_column(range(10)), to_column([20, 21, 22, 23, 24, 25]), to_column([30, 31, 32, 33, 34, 35])]
     fields: dict[str, Any] = {"window_first": 2, "window_period": 5, "block_tables": tables, "num_computed_tokens": 16}
@@ -71,28 +60,43 @@ def _admission(**changes: object) -> plan_pb2.Admission:
     )
 
 
-def test_tables_for_windows_repeat() -> None:
-    """After its end, a table repeats with its period, up to the longest sequence."""
+def test_tables_for_windows_grow_and_repeat() -> None:
+    """After its end, a table repeats with its period. An appended position gets new blocks, or repeats too."""
     rows = RowTable(LIMITS, torch.device("cpu"))
-    plan = decode_plan(plan_pb2.Plan(step=1, admissions=[_admission()]), LIMITS)
-    rows.change(plan)
+    rows.change(decode_plan(plan_pb2.Plan(step=1, admissions=[_admission()]), LIMITS))
+    append = plan_pb2.Plan(
+        step=2,
+        append_rows=to_column([1, 1, 1]),
+        append_blocks=to_column([10, 11, 12]),
+        append_windows=to_column([-1, -1, 40, 41, -1, -1]),
+    )
+    rows.change(decode_plan(append, LIMITS))
 
-    positions = np.arange(2, LIMITS.max_blocks_per_row)
-    assert rows.tables[0].blocks(1).tolist() == list(range(10))
-    for group, first in ((1, 20), (2, 30)):
-        blocks = rows.tables[group].blocks_at(np.full(len(positions), 1), positions).tolist()
-        assert blocks[:6] == list(range(first, first + 6))
-        assert blocks[6:] == [first + 1 + number % 5 for number in range(len(positions) - 6)]
+    assert rows.tables[0].blocks(1).tolist() == list(range(13))
+    assert rows.tables[1].blocks(1)[2:].tolist() == [20, 21, 22, 23, 24, 25, 21, 22, 23, 40, 25]
+    assert rows.tables[2].blocks(1)[2:].tolist() == [30, 31, 32, 33, 34, 35, 31, 32, 33, 41, 35]
     rows.check_chunks(np.array([1]), np.array([8]))
     with pytest.raises(PlanError, match="exceeds 8 tokens"):
         rows.check_chunks(np.array([1]), np.array([9]))
+
+
+def test_a_position_without_window_blocks_is_refused() -> None:
+    """Before a row has a whole period, each appended position needs window blocks."""
+    rows = RowTable(LIMITS, torch.device("cpu"))
+    tables = [to_column(range(10)), to_column([20, 21, 22, 23]), to_column([30, 31, 32, 33])]
+    admission = _admission(window_first=2, block_tables=[to_column(range(6)), *tables[1:]])
+    rows.change(decode_plan(plan_pb2.Plan(step=1, admissions=[admission]), LIMITS))
+    append = plan_pb2.Plan(step=2, append_rows=to_column([1]), append_blocks=to_column([10]))
+    with pytest.raises(PlanError, match="has no block"):
+        rows.change(decode_plan(append, LIMITS))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"window_first": 3}, "begin behind the window"),
-        ({"block_tables": [to_column(range(10)), b"", b""]}, "are empty"),
+        ({"block_tables": [to_column(range(10)), b"", b""]}, "end at block 2 of 10"),
+        ({"block_tables": [to_column(range(7)), *[to_column(range(20, 26))] * 2]}, "end at block 8 of 7"),
         ({"block_tables": [to_column(range(10)), to_column([20]), to_column([30, 31])]}, "differ in length"),
         ({"block_tables": [to_column(range(10)), to_column([20])]}, "2 block tables do not match 3 KV groups"),
         ({"block_tables": [to_column(range(10)), to_column([50]), to_column([30])]}, "a block ID is outside"),

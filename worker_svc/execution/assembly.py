@@ -22,7 +22,7 @@ from worker_svc.interface.limits import Limits
 from worker_svc.memory.disk_files import MAX_SLOTS, file_bytes
 from worker_svc.memory.kv_groups import WINDOW_CHUNK, KVGroups, divide
 from worker_svc.memory.kv_pool import allocate, block_bytes, cuda_memory_for_kv
-from worker_svc.model.base import KVCache, KVShape, Model
+from worker_svc.model.base import KVCache, Model
 from worker_svc.model.loader import ModelDescription
 from worker_svc.model.step_graphs import Shape, StepGraphs, captured, chunk_shapes, draft_shapes, pass_shapes
 from worker_svc.outputs.grammars import GrammarStore
@@ -91,8 +91,6 @@ def build_engine(
     kv_groups = _kv_groups(config, model, limits, accelerator, has_draft_model=draft_model is not None)
     memory = _memory_for_kv(config, model, limits, description.kv_dtype, device, graphs)
     num_others = 0
-    if kv_groups is not None and not _pay(kv_groups, kv_shapes, description.kv_dtype, memory, limits, group):
-        kv_groups = None
     if kv_groups is not None:
         get_logger().info(
             "KV behind sliding windows is freed",
@@ -159,23 +157,6 @@ def _kv_groups(
     if keeps_blocks or is_captured or has_draft_model or model.state_bytes:
         return None
     return divide(model.kv_shapes, model.windows, max_model_len=limits.max_model_len, chunk=WINDOW_CHUNK)
-
-
-def _pay(
-    groups: KVGroups, shapes: Sequence[KVShape], dtype: torch.dtype, memory: int, limits: Limits, ranks: Group
-) -> bool:
-    """Return whether memory suffices for groups; the same on all ranks. If not, log how to free KV behind windows."""
-    whole = block_bytes(shapes, limits.block_size, dtype)
-    part = block_bytes(shapes[: groups.num_places], limits.block_size, dtype)
-    num_blocks, num_whole = ranks.least((memory // part, memory // whole))
-    pays = groups.pay(num_blocks, num_whole, max_rows=limits.max_rows, block_size=limits.block_size)
-    if not pays:
-        get_logger().info(
-            "KV behind sliding windows is kept: memory does not hold the windows of all rows; for long sequences, lower"
-            " max_num_seqs or raise the memory for KV",
-            max_num_seqs=limits.max_rows,
-        )
-    return pays
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -136,6 +136,10 @@ class Plan:
     admissions: tuple[Admission, ...]
     append_rows: IntArray
     append_blocks: Int32Array
+    append_windows: Int32Array
+    """`[appends, groups with a window]`: blocks for the same positions; -1 for the block a period before.
+    Empty if all are.
+    """
     chunk_rows: IntArray
     """Ascending."""
     chunk_lengths: IntArray

@@ -42,7 +42,7 @@ def decode_plan(message: plan_pb2.Plan, limits: Limits) -> Plan:
     """
     try:
         chunk_rows, chunk_lengths = _chunks(message, limits)
-        append_rows, append_blocks = _appends(message, limits)
+        append_rows, append_blocks, append_windows = _appends(message, limits)
         draft_rows, draft_limits = _draft_limits(message, limits)
         return Plan(
             step=message.step,
@@ -50,6 +50,7 @@ def decode_plan(message: plan_pb2.Plan, limits: Limits) -> Plan:
             admissions=tuple([_admission(admission, limits) for admission in message.admissions]),
             append_rows=append_rows,
             append_blocks=append_blocks,
+            append_windows=append_windows,
             chunk_rows=chunk_rows,
             chunk_lengths=chunk_lengths,
             holds=_rows(message.holds, "hold", limits),
@@ -154,15 +155,23 @@ def _chunks(message: plan_pb2.Plan, limits: Limits) -> tuple[IntArray, IntArray]
     return rows[order], lengths[order]
 
 
-def _appends(message: plan_pb2.Plan, limits: Limits) -> tuple[IntArray, Int32Array]:
-    if not (message.append_rows or message.append_blocks):
-        return NO_ROWS, NO_IDS
+def _appends(message: plan_pb2.Plan, limits: Limits) -> tuple[IntArray, Int32Array, Int32Array]:
+    windowed = from_column(message.append_windows)
+    num_tables = limits.num_kv_groups - 1
+    if not (message.append_rows or message.append_blocks or len(windowed)):
+        return NO_ROWS, NO_IDS, NO_IDS
     narrow, blocks = from_columns(message.append_rows, message.append_blocks)
+    if len(windowed) not in (0, len(narrow) * num_tables):
+        raise PlanError(
+            f"append: {len(windowed)} blocks for {len(narrow)} positions of {num_tables} tables for windows"
+        )
     if not len(narrow):
-        return NO_ROWS, NO_IDS
+        return NO_ROWS, NO_IDS, NO_IDS
     _check_rows(narrow, "append", limits)
     _check_blocks(blocks, limits)
-    return narrow.astype(np.int64), blocks
+    if len(windowed):
+        _check_blocks(windowed[windowed != -1], limits)
+    return narrow.astype(np.int64), blocks, windowed.reshape(-1, num_tables) if len(windowed) else NO_IDS
 
 
 def _draft_limits(message: plan_pb2.Plan, limits: Limits) -> tuple[IntArray, IntArray]:
@@ -274,18 +283,28 @@ def _block_tables(message: plan_pb2.Admission, limits: Limits) -> tuple[Int32Arr
         if len(blocks):
             _check_blocks(blocks, limits)
     if limits.num_kv_groups > 1:
-        _check_windows(message, [len(blocks) for blocks in tables[1:]], limits)
+        _check_windows(message, len(tables[0]), [len(blocks) for blocks in tables[1:]], limits)
     return tables
 
 
-def _check_windows(message: plan_pb2.Admission, lengths: list[int], limits: Limits) -> None:
-    """Check that a row's tables for windows begin early enough, and that a period holds what a step can reach."""
+def _check_windows(message: plan_pb2.Admission, num_blocks: int, lengths: list[int], limits: Limits) -> None:
+    """Check that a row's tables for windows hold its window, and that a period holds what a step can reach.
+
+    Args:
+        message: the admission.
+        num_blocks: blocks of the first group's table.
+        lengths: blocks of the other tables.
+        limits: the worker's limits.
+    """
     first_visible = max(0, message.num_computed_tokens - limits.window + 1) // limits.block_size
     period, reach = message.window_period, limits.window + limits.window_chunk - 1
-    if message.window_first > first_visible or not lengths[0] or len(set(lengths)) > 1:
-        raise PlanError("admission: the tables for windows begin behind the window, are empty, or differ in length")
     if period > limits.max_blocks_per_row + reach or (period - 1) * limits.block_size < reach - 1:
         raise PlanError(f"admission: a window period of {period} blocks does not hold {reach} tokens")
+    end = message.window_first + lengths[0]
+    if message.window_first > first_visible or len(set(lengths)) > 1:
+        raise PlanError("admission: the tables for windows begin behind the window, or differ in length")
+    if end > num_blocks or (end < num_blocks and lengths[0] < period):
+        raise PlanError(f"admission: the tables for windows end at block {end} of {num_blocks}")
 
 
 def _pooling(message: plan_pb2.Admission, limits: Limits) -> Pooling:

@@ -39,21 +39,6 @@ class KVGroups:
         """Number of layers whose KV a block holds."""
         return 1 + max(self.places)
 
-    def pay(self, num_blocks: int, num_whole: int, *, max_rows: int, block_size: int) -> bool:
-        """Return whether no requests fit worse than with one group, even if all are shorter than a window.
-
-        A row takes the blocks for its windows when it is admitted, because its output may become long. The other blocks
-        must suffice for as many tokens as blocks of all layers would.
-
-        Args:
-            num_blocks: number of blocks that hold the KV of a group.
-            num_whole: number of blocks of all layers that fit into the same memory.
-            max_rows: maximum number of rows.
-            block_size: tokens per block.
-        """
-        period = -(-(self.window + WINDOW_CHUNK - 2) // block_size) + 1
-        return num_blocks - max_rows * (self.num_groups - 1) * period >= num_whole
-
 
 def divide(
     shapes: Sequence[KVShape], windows: Sequence[int | None], *, max_model_len: int, chunk: int

@@ -53,6 +53,11 @@ class BlockTables:
         if self._state is not None:
             self._state.change(self._first + row * self._host.shape[1] + np.arange(len(blocks)), blocks)
 
+    def next_positions(self, rows: IntArray) -> IntArray:
+        """Return the positions at which `append` adds blocks for these rows; a row may appear more than once."""
+        index: IntArray = self._lengths[rows]
+        return index if bool((rows[1:] > rows[:-1]).all()) else index + _occurrence(rows)
+
     def append(self, rows: IntArray, blocks: Int32Array) -> None:
         """Append block `blocks[i]` to `rows[i]`'s table; a row may appear more than once.
 
@@ -61,10 +66,8 @@ class BlockTables:
         """
         if len(rows) == 0:
             return
-        index = self._lengths[rows]
+        index = self.next_positions(rows)
         ascending = bool((rows[1:] > rows[:-1]).all())
-        if not ascending:
-            index += _occurrence(rows)
         self._check_room(int(index.max()) + 1)
         self._host[rows, index] = blocks
         if ascending:  # In the common case each row gets one block.

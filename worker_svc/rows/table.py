@@ -81,6 +81,8 @@ class RowTable:
         self._num_computed = np.zeros(rows, np.int64)
         self._num_prompt = np.zeros(rows, np.int64)
         self._draft_limit = np.zeros(rows, np.int64)
+        self._window_first = np.zeros(rows, np.int64)
+        self._window_period = np.zeros(rows, np.int64)
         self._speculates = False
         self._prompts: dict[int, Int32Array] = {}
         self._request_ids = [""] * rows
@@ -441,8 +443,9 @@ class RowTable:
         if self._history is not None:
             self._history.admit(row, tokens)
         self.tables[0].replace(row, admission.block_tables[0])
+        self._window_first[row], self._window_period[row] = admission.window_first, admission.window_period
         for tables, blocks in zip(self.tables[1:], admission.block_tables[1:], strict=True):
-            tables.replace(row, self._whole(blocks, admission))
+            tables.replace(row, _whole(blocks, admission))
         self.pooling.admit(row, admission.pooling)
         self.sampling.set(row, admission.sampling)
         self.needs_all_logits[row] = admission.needs_all_logits
@@ -457,17 +460,23 @@ class RowTable:
             self.grammars.admit(row, admission.grammar, admission.sampling.stop_token_ids, output)
 
     def _append(self, plan: Plan) -> None:
-        self._check_used(plan.append_rows, "append")
-        self.tables[0].append(plan.append_rows, plan.append_blocks)
+        rows = plan.append_rows
+        self._check_used(rows, "append")
+        if len(self.tables) > 1:
+            self._append_windows(rows, plan.append_windows)
+        self.tables[0].append(rows, plan.append_blocks)
 
-    def _whole(self, blocks: Int32Array, admission: Admission) -> Int32Array:
-        """Return a row's table for a window, from position 0 to the longest sequence. It does not change later."""
-        positions = np.arange(self._limits.max_blocks_per_row) - admission.window_first
-        length, period = len(blocks), admission.window_period
-        first = max(0, length - period)
-        repeated = first + (positions - length) % min(period, length)
-        whole: Int32Array = blocks[np.where(positions < length, np.maximum(positions, 0), repeated)]
-        return whole
+    def _append_windows(self, rows: IntArray, blocks: Int32Array) -> None:
+        """Add one position to the tables for windows of each row; see `Plan.append_windows`."""
+        before = self.tables[0].next_positions(rows) - self._window_period[rows]
+        is_new = blocks[:, 0] >= 0 if len(blocks) else np.zeros(len(rows), np.bool_)
+        if (~is_new & ((before < self._window_first[rows]) | (before >= self.tables[0].lengths[rows]))).any():
+            raise PlanError("append: a position of a window has no block, and there is none a period before")
+        for number, tables in enumerate(self.tables[1:]):
+            added = tables.blocks_at(rows, np.maximum(before, 0)).astype(np.int32)
+            if len(blocks):
+                added = np.where(is_new, blocks[:, number], added)
+            tables.append(rows, added)
 
     def _set_held(self, rows: IntArray, *, held: bool) -> None:
         what = "hold" if held else "release"
@@ -482,3 +491,12 @@ def _in_words(field: str) -> str:
     """Return the name of a field without its message, because HTTP requests have no such messages."""
     # The scheduler sends one-token bad words as banned tokens.
     return "banned_token_ids or bad_words" if field == "sampling.banned_token_ids" else field.rpartition(".")[2]
+
+
+def _whole(blocks: Int32Array, admission: Admission) -> Int32Array:
+    """Return a row's table for a window, from position 0 to the end of the first group's table."""
+    positions = np.arange(len(admission.block_tables[0])) - admission.window_first
+    length, period = len(blocks), admission.window_period
+    repeated = length - period + (positions - length) % period
+    whole: Int32Array = blocks[np.where(positions < length, np.maximum(positions, 0), repeated)]
+    return whole

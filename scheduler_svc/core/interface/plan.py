@@ -21,12 +21,12 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowTables:
-    """A row's block tables for layers with a sliding window, complete from admission on."""
+    """A row's block tables for layers with a sliding window, up to its present tokens."""
 
     first: int
     """Position of the first entry; earlier blocks of the sequence are out of reach."""
     period: int
-    """After its end, a table repeats with this period."""
+    """A position after the end of a table uses the block of the position a period before, unless it gets another."""
     tables: IndexArray
     """`[groups, positions]`: block of each position."""
 
@@ -71,6 +71,10 @@ class Plan:
     admissions: tuple[RowAdmission, ...]
     append_rows: IndexArray
     append_blocks: IndexArray
+    append_windows: IndexArray = field(default_factory=lambda: NO_INDICES)
+    """`[len(append_rows), tables]`: blocks for the same positions in tables for windows; -1 where the position uses the
+    block of the position a period before. Empty if all do.
+    """
     chunk_rows: IndexArray
     chunk_lengths: IndexArray
     holds: IndexArray

@@ -4,9 +4,10 @@ A worker with windows has several *KV groups*. A block holds the KV of one group
 attend to all tokens; `rows` and `prefix_cache` manage its blocks. The other groups have the layers with a window. A
 row has one table per group, and its tables for windows get their blocks together, one per group and position.
 
-A row needs a fixed number of positions for its windows, the *period*: those that a step can reach. It gets blocks for
-them when it is admitted. Later positions use these blocks again, in turn. This is safe without waiting for results,
-because a worker executes plans in order and a step writes all KV before it reads any.
+A row takes window blocks together with its full blocks: for its present tokens when it is admitted, and then as it
+grows. It needs them for a fixed number of positions, the *period*: those that a step can reach. Later positions use
+these blocks again, in turn. This is safe without waiting for results, because a worker executes plans in order and a
+step writes all KV before it reads any.
 
 A request can continue after a cached prefix only if the blocks of the window before its end, the *tail*, still exist.
 They would be overwritten. At a *boundary* (`boundaries`), a row therefore uses other blocks from then on, and its tail
@@ -36,7 +37,9 @@ class WindowRoom(NamedTuple):
     tail: IndexArray
     """Blocks of the cached prefix, `[positions, tables]`."""
     num_new: int
-    """Number of further blocks to take."""
+    """Number of further blocks to take for its present tokens."""
+    most_new: int
+    """The same up to its longest possible sequence."""
     boundaries: tuple[int, ...]
     """Boundaries at which the row keeps its tail, in blocks, ascending."""
 
@@ -48,7 +51,9 @@ class _Row:
     first: int
     """The first position of the table."""
     table: IndexArray
-    """`[positions, tables]`: blocks from `first` on. Later positions repeat with the period."""
+    """`[positions, tables]`: blocks from `first` on. It grows with the row until no position takes blocks any more.
+    Later positions repeat with the period.
+    """
     ring: IndexArray
     """Blocks that the row uses until it leaves."""
     tail_positions: IndexArray
@@ -59,6 +64,14 @@ class _Row:
     """Blocks that were attached when it read or wrote them: its first tail, and those at its boundaries."""
     released: int = 0
     """The row may have released the blocks of positions before this one."""
+    round_end: int = 0
+    """Each position before this one takes blocks."""
+    replacing: frozenset[int] = frozenset()
+    """Later positions that take blocks, because the blocks of the positions a period before are kept."""
+
+    def takes(self, position: int) -> bool:
+        """Return whether a position takes blocks instead of using those of the position a period before."""
+        return position < self.round_end or position in self.replacing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +120,8 @@ class WindowBlocks(Boundaries):
         self._owner = np.full(num_blocks, _NONE, np.intp)
         """By attached window block: the full block."""
         self._rows: dict[int, _Row] = {}
+        self._growing: dict[int, int] = {}
+        """By row: the position from which on it takes no further blocks. Rows that have reached it are absent."""
 
     # ---------------------------------------------------------------- admission
 
@@ -126,11 +141,11 @@ class WindowBlocks(Boundaries):
         return found
 
     def num_taken(self, num_shared: int, num_blocks: int, boundaries: tuple[int, ...] = ()) -> int:
-        """Return the number of blocks that a row takes when it is admitted.
+        """Return the number of blocks that a row takes up to a length.
 
         Args:
             num_shared: number of leading positions whose KV is cached.
-            num_blocks: number of positions of its longest possible sequence.
+            num_blocks: number of its positions.
             boundaries: boundaries at which it keeps its tail.
         """
         kept = self._kept(num_shared, boundaries)
@@ -149,7 +164,7 @@ class WindowBlocks(Boundaries):
             room: its room; the row has a reference to each block in the tail.
             taken: `room.num_new` blocks.
             num_shared: number of leading positions whose KV is cached.
-            num_blocks: number of positions of its longest possible sequence.
+            num_blocks: number of positions of its present tokens.
         """
         kept = self._kept(num_shared, room.boundaries)
         end = num_shared + self.period
@@ -176,7 +191,11 @@ class WindowBlocks(Boundaries):
             tail_positions=np.concatenate((np.arange(first, num_shared), kept)),
             tail=np.concatenate((room.tail, own[kept_numbers])),
             attached=room.tail.ravel(),
+            round_end=num_shared + self.period,
+            replacing=frozenset((kept + self.period).tolist()),
         )
+        if num_blocks < end:
+            self._growing[row] = end
         return WindowTables(first=first, period=self.period, tables=np.ascontiguousarray(table.T))
 
     def _kept(self, num_shared: int, boundaries: tuple[int, ...]) -> IndexArray:
@@ -185,6 +204,46 @@ class WindowBlocks(Boundaries):
         return np.unique(np.concatenate(parts)) if parts else NO_INDICES
 
     # ---------------------------------------------------------------- running rows
+
+    def num_growth(self, rows: IndexArray, positions: IndexArray) -> int:
+        """Return the number of window blocks that rows take with their next positions.
+
+        Args:
+            rows: the rows.
+            positions: the next position of each row.
+        """
+        if not self._growing:
+            return 0
+        next_positions = zip(rows.tolist(), positions.tolist(), strict=True)
+        return self.num_tables * sum(row in self._growing and self._rows[row].takes(at) for row, at in next_positions)
+
+    def grow(self, rows: IndexArray, positions: IndexArray, taken: IndexArray) -> IndexArray:
+        """Extend the tables of rows by one position each; return the blocks `[rows, tables]`.
+
+        A block of -1 means that the position uses the block of the position a period before.
+
+        Args:
+            rows: the rows, which are distinct.
+            positions: the next position of each row.
+            taken: as many blocks as `num_growth` returns.
+        """
+        found = np.full((len(rows), self.num_tables), _NONE, np.intp)
+        num_used = 0
+        for index, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
+            end = self._growing.get(row)
+            if end is None:
+                continue
+            own = self._rows[row]
+            if own.takes(position):
+                found[index] = blocks = taken[num_used : num_used + self.num_tables]
+                num_used += self.num_tables
+                own.ring = np.concatenate((own.ring, blocks))
+            else:
+                blocks = own.table[-self.period]
+            own.table = np.concatenate((own.table, blocks[None]))
+            if position + 1 == end:
+                del self._growing[row]
+        return found
 
     def passed(self, row: int, num_computed: int) -> IndexArray:
         """Return the blocks that no step after the plan being made reads in a row, which no longer needs them.
@@ -244,6 +303,7 @@ class WindowBlocks(Boundaries):
         self.left(row)
         held = self.held(row)
         del self._rows[row]
+        self._growing.pop(row, None)
         return held
 
     # ---------------------------------------------------------------- cached blocks

@@ -272,7 +272,10 @@ class Admission:
         rows, block_size = worker.rows, worker.rows.block_size
         whole, worst = -(-len(request.tokens) // block_size), -(-(worker.limit_of(request) - 1) // block_size)
         in_windows = sum(worker.num_window_blocks(each, 0) for each in (request, first))
-        worst_of_both = worst - (1 - worker.limit_of(first)) // block_size + in_windows
+        most_in_windows = sum(worker.num_window_blocks(each, 0, longest=True) for each in (request, first))
+        worst_of_both = worst - (1 - worker.limit_of(first)) // block_size + most_in_windows
+        growth = max(0, worst - whole)
+        growth += worker.num_window_blocks(request, 0, longest=True) - worker.num_window_blocks(request, 0)
         num_blocks = whole - (-len(first.tokens)) // block_size + in_windows
         num_available = worker.pool.num_available
         for is_cached in (False, True):
@@ -287,7 +290,7 @@ class Admission:
                 num_new=num_blocks,
                 worst_blocks=worst_of_both,
                 num_available=num_available,
-                growth=worst - whole if worst > whole else 0,
+                growth=growth,
             ):
                 return True
         return False

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from scheduler_svc.core.interface.arrays import IndexArray, where
+from scheduler_svc.core.interface.arrays import NO_INDICES, IndexArray, where
 from scheduler_svc.core.interface.plan import BlockCopy
 from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.workers.chunks import chunk_cost
@@ -34,21 +34,27 @@ class BlockAllocation:
         self.appended_rows: list[IndexArray] = []
         self.appended_blocks: list[IndexArray] = []
         """One block for each row."""
+        self._appended_windows: list[IndexArray] = []
         self.swap_outs: list[BlockCopy] = []
         self.preempted: list[Preemption] = []
         self.out_of_memory = False
         """Whether a row needed a block when none was free or about to become free."""
 
     def append(self, rows: IndexArray) -> None:
-        """Add one block to each row. The caller has checked that enough are free."""
-        blocks = self._pool.take(len(rows))
+        """Add one position to each row. The caller has checked that enough blocks are free."""
+        blocks, windowed = self._worker.grow(rows)
         self._rows.grow(rows, blocks)
-        self._worker.capacity.grew(len(rows))
         self.appended_rows.append(rows)
         self.appended_blocks.append(blocks)
+        self._appended_windows.append(windowed)
+
+    def appended_windows(self) -> IndexArray:
+        """Return the plan's column of the same name."""
+        parts = self._appended_windows
+        return NO_INDICES if all(not len(part) or part.max() < 0 for part in parts) else np.concatenate(parts)
 
     def append_by_rank(self, rows: IndexArray) -> None:
-        """Add one block to each row, and preempt other rows if needed.
+        """Add one position to each row, and preempt other rows if needed.
 
         Rows are handled in rank order, so a row that got a block here is never a later row's victim. Lower-ranked rows
         may get no block, or be preempted.
@@ -82,12 +88,13 @@ class BlockAllocation:
         worker.counters.preemptions += 1
 
     def _make_room_for(self, row: int) -> bool:
-        """Make a block available for `row`.
+        """Make the blocks for one more position of `row` available.
 
         Returns:
             False if `row` must wait for results or was preempted itself.
         """
-        while not self._pool.num_available:
+        num_needed = self._worker.num_growth(np.array([row], np.intp))
+        while self._pool.num_available < num_needed:
             if self._pool.num_retired:
                 return False
             self.out_of_memory = True

@@ -185,7 +185,7 @@ class Planner:
         alone = np.array([row], np.intp)
         if worker.speculation.max_drafts:
             self._draft_limits = alone, np.zeros(1, np.int32)
-        if rows.length[row] > rows.capacity[row] and self._pool.num_available:
+        if rows.length[row] > rows.capacity[row] and worker.num_growth(alone) <= self._pool.num_available:
             self._allocation.append(alone)
         if rows.length[row] <= rows.capacity[row]:
             return alone
@@ -210,7 +210,7 @@ class Planner:
             without_block &= ~without_credit
         if any_of(without_block):
             needy = candidates[without_block]
-            if len(needy) > self._pool.num_available:
+            if worker.num_growth(needy) > self._pool.num_available:
                 self._allocation.append_by_rank(needy)
                 decodes = rows.state[candidates] == DECODE
                 has_block = decodes & (length <= rows.capacity[candidates])
@@ -250,7 +250,7 @@ class Planner:
         goes_on = has_credit & (reach <= rows.limit[candidates])
         needy = goes_on & (reach > rows.capacity[candidates]) & (rows.capacity[candidates] < most)
         if any_of(needy):
-            if int(np.count_nonzero(needy)) <= pool.num_available:
+            if worker.num_growth(candidates[needy]) <= pool.num_available:
                 self._allocation.append(candidates[needy])
             else:
                 limits = np.zeros(num_candidates, np.int32)
@@ -264,7 +264,7 @@ class Planner:
         wanted = np.minimum(reach + limits, most)
         for _ in range(worker.speculation.max_drafts):
             short = candidates[active & (wanted > rows.capacity[candidates])]
-            if not len(short) or len(short) + num_candidates > pool.num_available:
+            if not len(short) or worker.num_growth(short) + num_candidates > pool.num_available:
                 break
             self._allocation.append(short)
         self._num_drafts = int(limits[active].sum())
@@ -482,12 +482,13 @@ class Planner:
             num_shared=len(room.cached),
             rank=self._policy.rank(request),
             num_window_blocks=0 if window_room is None else window_room.tail.size + window_room.num_new,
+            most_window_blocks=0 if window_room is None else window_room.tail.size + window_room.most_new,
         )
         windows = None
         if window_room is not None:
             assert self._worker.windows is not None
             windows = self._worker.windows.open(
-                row, window_room, taken, num_shared=len(room.cached), num_blocks=self._longest(row, len(blocks))
+                row, window_room, taken, num_shared=len(room.cached), num_blocks=len(blocks)
             )
             self._worker.want_boundaries(row, window_room.boundaries)
         checkpoint = None
@@ -526,10 +527,6 @@ class Planner:
             queued_since=request.wait.since,
             checkpoint=checkpoint,
         )
-
-    def _longest(self, row: int, num_blocks: int) -> int:
-        """Return the number of blocks of the row's longest possible sequence, which has `num_blocks` now."""
-        return max(num_blocks, -(-(self._rows.limit.item(row) - 1) // self._rows.block_size))
 
     def _issue(self, decodes: IndexArray) -> Plan:
         worker, rows = self._worker, self._rows
@@ -599,6 +596,7 @@ class Planner:
             admissions=tuple(admission for _, admission in self._outcome.admitted),
             append_rows=append_rows,
             append_blocks=_joined(self._allocation.appended_blocks),
+            append_windows=self._allocation.appended_windows(),
             chunk_rows=chunk_rows,
             chunk_lengths=_indices(self._chunks.lengths),
             holds=holds,

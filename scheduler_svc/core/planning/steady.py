@@ -39,14 +39,16 @@ def plan_steady(worker: Worker, step_deadline_s: float, now: float) -> Plan | No
         outlook = rows.look_ahead() if num_rows else None
         if outlook is None:
             return None
-    if outlook.num_needy > worker.pool.num_available:
+    num_needed = outlook.num_needy
+    if worker.windows is not None:
+        num_needed *= 1 + worker.windows.num_tables  # An upper bound; the planner counts them.
+    if num_needed > worker.pool.num_available:
         return None
     if worker.swap.pays and worker.swap.wants_room(worker.pool, outlook.num_needy):
         return None
-    needy, blocks = outlook.next_plan(), NO_INDICES
+    needy, blocks, windowed = outlook.next_plan(), NO_INDICES, NO_INDICES
     if len(needy):
-        blocks = worker.pool.take(len(needy))
-        worker.capacity.grew(len(needy))
+        blocks, windowed = worker.grow(needy)
     rows.plan_steady(needy, blocks)
     saves = save_states(worker, needy, [])
     if worker.windows is not None:
@@ -93,6 +95,7 @@ def plan_steady(worker: Worker, step_deadline_s: float, now: float) -> Plan | No
         admissions=(),
         append_rows=needy,
         append_blocks=blocks,
+        append_windows=windowed if len(windowed) and windowed.max() >= 0 else NO_INDICES,
         chunk_rows=NO_INDICES,
         chunk_lengths=NO_INDICES,
         holds=NO_INDICES,

@@ -87,7 +87,7 @@ def _find_windowed_room(
 ) -> Room | None:
     """Return the memory on a worker with windows, or None.
 
-    Boundaries need further blocks, so the row has none if memory is short.
+    Boundaries need further blocks, so the row has none if the longest sequence would not fit with them alone.
 
     Args:
         worker: the worker.
@@ -101,19 +101,21 @@ def _find_windowed_room(
     assert windows is not None
     tail = windows.tail_of(match.blocks)
     num_available -= worker.pool.count_idle(tail.ravel())
-    num_blocks = max(worst_blocks, num_shared + num_new)
+    num_present = num_shared + num_new
+    longest = max(worst_blocks, num_present)
     boundaries = worker.boundaries(request, match)
     for kept in (boundaries, ()) if boundaries else ((),):
-        num_taken = windows.num_taken(num_shared, num_blocks, kept)
-        # With boundaries, memory must suffice up to the longest sequence. A request must not run out of it for them.
-        growth = num_blocks - num_shared - num_new if kept else 0
-        if num_new + num_taken + growth <= num_available and worker.capacity.admits(
+        num_taken = windows.num_taken(num_shared, num_present, kept)
+        most_taken = windows.num_taken(num_shared, longest, kept)
+        if kept and longest + tail.size + most_taken > worker.pool.num_blocks:
+            continue
+        if worker.capacity.admits(
             worker.rows,
             num_new=num_new + num_taken,
-            worst_blocks=worst_blocks + tail.size + num_taken,
+            worst_blocks=worst_blocks + tail.size + most_taken,
             num_available=num_available,
         ):
-            return Room(match.blocks, num_new, window=WindowRoom(tail, num_taken, kept))
+            return Room(match.blocks, num_new, window=WindowRoom(tail, num_taken, most_taken, kept))
     return None
 
 

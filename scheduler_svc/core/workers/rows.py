@@ -32,6 +32,7 @@ from scheduler_svc.core.interface.arrays import (
     BoolArray,
     IndexArray,
     Int32Array,
+    all_of,
     any_of,
     spread,
     where,
@@ -134,15 +135,16 @@ class RowTable:
         self.num_running = 0
         """Number of occupied rows."""
         self.worst_blocks = 0
-        """Blocks in the longest possible sequences of all running requests, and their window blocks.
+        """Blocks in the longest possible sequences of all running requests, window blocks included.
 
         A shared block counts once per request.
         """
         self.num_table_blocks = 0
         """Blocks in all block tables. A shared block counts once per table."""
         self._window_blocks = np.zeros(max_rows, np.intp)
+        self._most_window_blocks = np.zeros(max_rows, np.intp)
         self.num_window_blocks = 0
-        """Window blocks of all running requests at their admission. A shared block counts once per request."""
+        """Window blocks that all running requests have taken. A shared block counts once per request."""
         self.num_all_generated = 0
         """Tokens that the running requests have generated and delivered."""
         self._decoding: IndexArray | None = None
@@ -242,6 +244,7 @@ class RowTable:
         num_shared: int,
         rank: float,
         num_window_blocks: int = 0,
+        most_window_blocks: int = 0,
     ) -> int:
         """Put a request into a free row, in prefill; return the row.
 
@@ -253,7 +256,8 @@ class RowTable:
             num_computed: leading tokens whose KV is in the blocks.
             num_shared: leading blocks that other requests have written.
             rank: its urgency, smaller is more urgent.
-            num_window_blocks: number of its window blocks.
+            num_window_blocks: number of its window blocks now.
+            most_window_blocks: the same for its longest possible sequence.
         """
         self.catch_up()
         row = self._free.pop()
@@ -269,8 +273,9 @@ class RowTable:
         self.computed[row] = num_computed
         self.limit[row] = limit
         self._window_blocks[row] = num_window_blocks
+        self._most_window_blocks[row] = most_window_blocks
         self.num_window_blocks += num_window_blocks
-        self.worst_blocks += self._worst_blocks(limit) + num_window_blocks
+        self.worst_blocks += self._worst_blocks(limit) + most_window_blocks
         self.num_table_blocks += num_blocks
         self.num_all_generated += request.num_generated
         self.set_allowed(row, request.allowed)
@@ -317,10 +322,9 @@ class RowTable:
         self._many_stops.pop(row, None)
         self._free.append(row)
         self.num_running -= 1
-        num_window_blocks = self._window_blocks.item(row)
-        self.num_window_blocks -= num_window_blocks
-        self.worst_blocks -= self._worst_blocks(self.limit.item(row)) + num_window_blocks
-        self._window_blocks[row] = 0
+        self.num_window_blocks -= self._window_blocks.item(row)
+        self.worst_blocks -= self._worst_blocks(self.limit.item(row)) + self._most_window_blocks.item(row)
+        self._window_blocks[row] = self._most_window_blocks[row] = 0
         self.num_table_blocks -= len(blocks)
         return request, blocks
 
@@ -346,6 +350,15 @@ class RowTable:
         """Return the row's block table as a read-only view."""
         self.catch_up()
         return self._tables[row, : self._num_blocks[row]]
+
+    def next_positions(self, rows: IndexArray) -> IndexArray:
+        """Return the position of the next block of each row, which has no deferred block."""
+        return self._num_blocks[rows]
+
+    def grow_windows(self, rows: IndexArray, num_blocks: int) -> None:
+        """Count window blocks that the rows have taken, as many for each; the rows are distinct."""
+        self._window_blocks[rows] += num_blocks
+        self.num_window_blocks += len(rows) * num_blocks
 
     def grow(self, rows: IndexArray, blocks: IndexArray) -> None:
         """Append one block to each row's table; the rows are distinct."""
@@ -534,8 +547,9 @@ class RowTable:
         assert self.num_table_blocks == self._num_blocks.sum()
         assert self.num_all_generated == sum(map(self.num_generated, self.occupied()))
         assert self.num_window_blocks == self._window_blocks.sum()
+        assert all_of(self._window_blocks <= self._most_window_blocks)
         worst_blocks = sum(self._worst_blocks(int(self.limit[row])) for row in self.occupied())
-        assert self.worst_blocks == worst_blocks + self.num_window_blocks
+        assert self.worst_blocks == worst_blocks + self._most_window_blocks.sum()
 
     def _worst_blocks(self, limit: int) -> int:
         """Return the blocks for a sequence of `limit` tokens. The last token is never computed and needs no slot."""

@@ -516,12 +516,44 @@ class Worker:
         assert self.windows is not None
         self.pool.cache.computes_next(row, self.windows.want(row, self._keys(request), list(boundaries)))
 
-    def num_window_blocks(self, request: Request, num_shared: int) -> int:
-        """Return the number of window blocks that a request takes if so many of its blocks are cached."""
+    def num_window_blocks(self, request: Request, num_shared: int, *, longest: bool = False) -> int:
+        """Return the number of window blocks that a request takes.
+
+        Args:
+            request: the request.
+            num_shared: number of its blocks that are cached.
+            longest: whether to count up to its longest possible sequence instead of its present tokens.
+        """
         if self.windows is None:
             return 0
-        longest = max(self.limit_of(request) - 1, len(request.tokens))
-        return self.windows.num_taken(num_shared, -(-longest // self.rows.block_size))
+        num_tokens = len(request.tokens)
+        if longest:
+            num_tokens = max(self.limit_of(request) - 1, num_tokens)
+        return self.windows.num_taken(num_shared, -(-num_tokens // self.rows.block_size))
+
+    def num_growth(self, rows: IndexArray) -> int:
+        """Return the number of blocks of all KV groups that rows take if each gets one more position."""
+        if self.windows is None:
+            return len(rows)
+        return len(rows) + self.windows.num_growth(rows, self.rows.next_positions(rows))
+
+    def grow(self, rows: IndexArray) -> tuple[IndexArray, IndexArray]:
+        """Take blocks for one more position of each row. Call this before the row table gets them.
+
+        The caller has checked that `num_growth` blocks are available.
+
+        Returns:
+            The blocks of the first KV group, and those for windows, as in a plan.
+        """
+        blocks, num_blocks, windowed = self.pool.take(len(rows)), len(rows), NO_INDICES
+        if self.windows is not None:
+            positions = self.rows.next_positions(rows)
+            num_new = self.windows.num_growth(rows, positions)
+            windowed = self.windows.grow(rows, positions, self.pool.take(num_new))
+            self.rows.grow_windows(rows[windowed[:, 0] >= 0], self.windows.num_tables)
+            num_blocks += num_new
+        self.capacity.grew(num_blocks)
+        return blocks, windowed
 
     def shared_blocks(self, match: Match) -> IndexArray:
         """Return the cached blocks on the device that a request with this match shares, of all KV groups."""

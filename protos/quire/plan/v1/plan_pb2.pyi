@@ -929,6 +929,7 @@ class Plan(_message.Message):
     ADMISSIONS_FIELD_NUMBER: _builtins.int
     APPEND_ROWS_FIELD_NUMBER: _builtins.int
     APPEND_BLOCKS_FIELD_NUMBER: _builtins.int
+    APPEND_WINDOWS_FIELD_NUMBER: _builtins.int
     CHUNK_ROWS_FIELD_NUMBER: _builtins.int
     CHUNK_LENGTHS_FIELD_NUMBER: _builtins.int
     HOLDS_FIELD_NUMBER: _builtins.int
@@ -954,6 +955,10 @@ class Plan(_message.Message):
     """Columns of blocks appended to block tables of the first KV group: row, block id."""
     append_blocks: _builtins.bytes
     """See append_rows."""
+    append_windows: _builtins.bytes
+    """Column `[appends, groups with a window]` of blocks for the appended positions in the other groups. -1: the block
+    that is `window_period` places before. Empty: all are -1.
+    """
     chunk_rows: _builtins.bytes
     """Columns of prefill chunks computed in this step: row, number of tokens."""
     chunk_lengths: _builtins.bytes
@@ -1007,6 +1012,7 @@ class Plan(_message.Message):
         admissions: _abc.Iterable[Global___Admission] | None = ...,
         append_rows: _builtins.bytes = ...,
         append_blocks: _builtins.bytes = ...,
+        append_windows: _builtins.bytes = ...,
         chunk_rows: _builtins.bytes = ...,
         chunk_lengths: _builtins.bytes = ...,
         holds: _builtins.bytes = ...,
@@ -1027,7 +1033,7 @@ class Plan(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admissions", b"admissions", "append_blocks", b"append_blocks", "append_rows", b"append_rows", "chunk_lengths", b"chunk_lengths", "chunk_rows", b"chunk_rows", "copy_ids", b"copy_ids", "copy_sources", b"copy_sources", "copy_targets", b"copy_targets", "draft_limits", b"draft_limits", "draft_rows", b"draft_rows", "holds", b"holds", "leaves", b"leaves", "releases", b"releases", "save_checkpoints", b"save_checkpoints", "save_lengths", b"save_lengths", "save_rows", b"save_rows", "step", b"step", "swap_in_blocks", b"swap_in_blocks", "swap_in_host_blocks", b"swap_in_host_blocks", "swap_out_blocks", b"swap_out_blocks", "swap_out_host_blocks", b"swap_out_host_blocks", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admissions", b"admissions", "append_blocks", b"append_blocks", "append_rows", b"append_rows", "append_windows", b"append_windows", "chunk_lengths", b"chunk_lengths", "chunk_rows", b"chunk_rows", "copy_ids", b"copy_ids", "copy_sources", b"copy_sources", "copy_targets", b"copy_targets", "draft_limits", b"draft_limits", "draft_rows", b"draft_rows", "holds", b"holds", "leaves", b"leaves", "releases", b"releases", "save_checkpoints", b"save_checkpoints", "save_lengths", b"save_lengths", "save_rows", b"save_rows", "step", b"step", "swap_in_blocks", b"swap_in_blocks", "swap_in_host_blocks", b"swap_in_host_blocks", "swap_out_blocks", b"swap_out_blocks", "swap_out_host_blocks", b"swap_out_host_blocks", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1086,9 +1092,10 @@ class Admission(_message.Message):
     """See block_tables. A period holds the tokens in reach of any step of the row."""
     @_builtins.property
     def block_tables(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Column of block ids per KV group, in order of position. The table of the first group grows with `append_blocks`. The
-        tables of groups with a window begin at block number `window_first`, have equal lengths, and are complete: the block
-        after their end is the one `window_period` places before, and so on. Earlier blocks of the sequence are out of reach.
+        """Column of block ids per KV group, in order of position. All tables grow with `append_blocks`. The tables of groups
+        with a window begin at block number `window_first`, and have equal lengths. They end with the table of the first
+        group, or earlier: the block after their end is then the one `window_period` places before, and so on. Earlier blocks
+        of the sequence are out of reach.
         """
 
     def __init__(

@@ -463,6 +463,7 @@ class Plan(_message.Message):
     SAVE_ROWS_FIELD_NUMBER: _builtins.int
     SAVE_LENGTHS_FIELD_NUMBER: _builtins.int
     SAVE_CHECKPOINTS_FIELD_NUMBER: _builtins.int
+    APPEND_WINDOWS_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     worker: _builtins.int
     """Peer index of the worker."""
@@ -478,6 +479,8 @@ class Plan(_message.Message):
     """Copies on the device."""
     copy_targets: _builtins.bytes
     """See copy_sources."""
+    append_windows: _builtins.bytes
+    """Blocks for the appended positions in the groups with a window, position by position; see quire.plan.v1.Plan."""
     epoch: _builtins.int
     """The epoch, if it differs from the one that the worker was welcomed with."""
     @_builtins.property
@@ -555,11 +558,12 @@ class Plan(_message.Message):
         save_rows: _abc.Iterable[_builtins.int] | None = ...,
         save_lengths: _abc.Iterable[_builtins.int] | None = ...,
         save_checkpoints: _abc.Iterable[_builtins.int] | None = ...,
+        append_windows: _builtins.bytes = ...,
         epoch: _builtins.int | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_epoch", b"_epoch", "epoch", b"epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_epoch", b"_epoch", "admissions", b"admissions", "append_blocks", b"append_blocks", "append_rows", b"append_rows", "chunk_lengths", b"chunk_lengths", "chunk_rows", b"chunk_rows", "copy_sources", b"copy_sources", "copy_targets", b"copy_targets", "decodes_change", b"decodes_change", "draft_limits", b"draft_limits", "draft_rows", b"draft_rows", "epoch", b"epoch", "holds", b"holds", "leaves", b"leaves", "releases", b"releases", "save_checkpoints", b"save_checkpoints", "save_lengths", b"save_lengths", "save_rows", b"save_rows", "step_jump", b"step_jump", "swap_ins", b"swap_ins", "swap_outs", b"swap_outs", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_epoch", b"_epoch", "admissions", b"admissions", "append_blocks", b"append_blocks", "append_rows", b"append_rows", "append_windows", b"append_windows", "chunk_lengths", b"chunk_lengths", "chunk_rows", b"chunk_rows", "copy_sources", b"copy_sources", "copy_targets", b"copy_targets", "decodes_change", b"decodes_change", "draft_limits", b"draft_limits", "draft_rows", b"draft_rows", "epoch", b"epoch", "holds", b"holds", "leaves", b"leaves", "releases", b"releases", "save_checkpoints", b"save_checkpoints", "save_lengths", b"save_lengths", "save_rows", b"save_rows", "step_jump", b"step_jump", "swap_ins", b"swap_ins", "swap_outs", b"swap_outs", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__epoch: _TypeAlias = _typing.Literal["epoch"]  # noqa: Y015
     _WhichOneofArgType__epoch: _TypeAlias = _typing.Literal["_epoch", b"_epoch"]  # noqa: Y015
