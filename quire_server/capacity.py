@@ -13,6 +13,7 @@ from quire_server.gguf_header import GgufTensor
 from shared.config import ConfigError
 from shared.kv_sizes import KV_TYPES, count_blocks, default_checkpoints, kv_bytes_per_token
 from worker_svc.interface.limits import Limits
+from worker_svc.memory.kv_groups import WINDOW_CHUNK, KVGroups, divide
 
 _FAMILIES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
 """Values of `model_type` whose weights `_num_weights` counts."""
@@ -24,6 +25,14 @@ _ALIASES = {
     "intermediate_size": ("n_inner",),
 }
 """Names of the same sizes in older model configurations."""
+_FREES_WINDOWS = {
+    "gemma2": 2,
+    "gemma3_text": 6,
+    **dict.fromkeys(("gpt_oss", "cohere2", "olmo3", "exaone4", "granite_swa", "granitemoe_swa", "vaultgemma"), 0),
+}
+"""Values of `model_type` for which a CPU worker frees the KV behind windows. Without `layer_types` in config.json, one
+layer in so many has no window.
+"""
 _STATE_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba"})
 _STATE_FIELDS = frozenset(
     {
@@ -72,6 +81,8 @@ class ModelSizes:
     """Elements of a key; with latent attention, elements of a latent vector."""
     rotary_dim: int = 0
     """Elements of a rotary key, which latent attention stores instead of a value; 0 for other models."""
+    windows: tuple[int | None, ...] = ()
+    """Sliding window of each layer in tokens, None without one, if a CPU worker can free the KV behind windows."""
     num_absorbed: int = 0
     """Elements of the projections that the CPU kernels copy for latent attention."""
     num_heads: int = 0
@@ -120,6 +131,8 @@ class Serving:
     """Checkpoints of recurrent states."""
     max_tokens_per_step: int = 8192
     tensor_parallel_size: int = 1
+    frees_windows: bool = False
+    """Whether the worker frees KV behind windows: on a CPU, without a host cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +206,7 @@ def sizes_from_config(config: Mapping[str, Any]) -> ModelSizes:
         num_kv_heads=1 if rank else size("num_key_value_heads", heads),
         head_dim=rank or size("head_dim", hidden // heads),
         rotary_dim=size("qk_rope_head_dim") if rank else 0,
+        windows=_windows(text, layers),
         num_absorbed=layers * heads * of_head * rank,
         num_heads=heads,
         hidden_size=hidden,
@@ -208,6 +222,20 @@ def sizes_from_config(config: Mapping[str, Any]) -> ModelSizes:
         only_experts_stored=_method(config) == "mxfp4",
         biases=text.get("model_type") == "gpt_oss",
     )
+
+
+def _windows(text: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
+    """Return the window of each layer; empty if a worker does not free the KV behind windows."""
+    model_type, window = text.get("model_type"), text.get("sliding_window")
+    if model_type not in _FREES_WINDOWS or not isinstance(window, int):
+        return ()
+    every = int(text.get("sliding_window_pattern") or _FREES_WINDOWS[model_type])
+    types = text.get("layer_types")
+    if types is None:
+        is_full = [every > 0 and layer % every == every - 1 for layer in range(num_layers)]
+    else:
+        is_full = [each != "sliding_attention" for each in types]
+    return tuple(None if full else window for full in is_full)
 
 
 def _stored(config: Mapping[str, Any]) -> str:
@@ -354,6 +382,42 @@ _PARAMS = {
     "state": "state_bytes",
 }
 """Field of `ModelSizes` for each name in `--params`."""
+
+
+def kv_groups(sizes: ModelSizes, serving: Serving) -> KVGroups | None:
+    """Return the groups of layers on a worker that frees KV behind windows; None on others."""
+    if not (serving.frees_windows and sizes.windows):
+        return None
+    longest = serving.max_model_len or sizes.max_positions or 1 << 30
+    return divide([""] * sizes.num_layers, sizes.windows, max_model_len=longest, chunk=WINDOW_CHUNK)
+
+
+def kv_by_kind(sizes: ModelSizes, serving: Serving) -> dict[str, dict[str, int]]:
+    """Return what a request stores, by kind of cache: `full`, `window`, `latent` and `state`.
+
+    A kind has its number of layers, the bytes per token on all cards, and for windows the number of tokens. The state
+    has its bytes.
+    """
+    groups = kv_groups(sizes, serving)
+    num_windowed = 0 if groups is None else sum(group > 0 for group in groups.groups)
+    num_full = sizes.num_layers - num_windowed
+
+    def layers(count: int) -> dict[str, int]:
+        return {"layers": count, "bytes_per_token": kv_bytes(replace(sizes, num_layers=count), serving.kv_type)}
+
+    kinds = {"latent" if sizes.rotary_dim else "full": layers(num_full)} if num_full else {}
+    if groups is not None:
+        kinds["window"] = layers(num_windowed) | {"tokens": groups.window}
+    if sizes.state_bytes:
+        kinds["state"] = {"bytes": sizes.state_bytes}
+    return kinds
+
+
+def block_bytes(sizes: ModelSizes, serving: Serving) -> int:
+    """Return the bytes of a block on one card: of all layers, or of one group."""
+    groups = kv_groups(sizes, serving)
+    held = sizes if groups is None else replace(sizes, num_layers=groups.num_places)
+    return serving.block_size * kv_bytes(held, serving.kv_type, serving.tensor_parallel_size)
 
 
 def kv_bytes(sizes: ModelSizes, kv_type: str, tensor_parallel_size: int = 1) -> int:
@@ -530,7 +594,7 @@ def fit(card_bytes: int, sizes: ModelSizes, serving: Serving, weights: int, step
     """
     state = (serving.max_rows + serving.num_checkpoints) * sizes.state_bytes
     kv = card_bytes - weights - step - state
-    block = serving.block_size * kv_bytes(sizes, serving.kv_type, serving.tensor_parallel_size)
+    block, groups = block_bytes(sizes, serving), kv_groups(sizes, serving)
     longest = serving.max_model_len or sizes.max_positions or 1 << 30
     limits = Limits(
         max_rows=serving.max_rows,
@@ -542,7 +606,8 @@ def fit(card_bytes: int, sizes: ModelSizes, serving: Serving, weights: int, step
     )
     setting = f"memory: weights take {weights:,} bytes and a step {step:,}"
     setting += f", recurrent state {state:,}" if state else ""
-    num_blocks = count_blocks(kv, block, limits.max_rows * limits.max_blocks_per_row, setting)
+    num_tables = 1 if groups is None else groups.num_groups
+    num_blocks = count_blocks(kv, block, limits.max_rows * limits.max_blocks_per_row * num_tables, setting)
     return Memory(weights=weights, step=step, state=state, kv=kv, num_blocks=num_blocks)
 
 
@@ -589,22 +654,25 @@ def concurrency(
         raise ConfigError(f"--output: {output} is not between 0 and the context of {context} tokens; change it")
     if not 0 <= shared_prefix <= context - output:
         raise ConfigError(f"--shared-prefix: {shared_prefix} exceeds the prompt of {context - output} tokens; lower it")
-    shared = shared_prefix // serving.block_size
+    shared, groups = shared_prefix // serving.block_size, kv_groups(sizes, serving)
+
+    def all_groups(num_positions: int) -> int:
+        return num_positions if groups is None else groups.blocks(num_positions, serving.block_size)
 
     def blocks(tokens: int) -> int:
-        return -(-tokens // serving.block_size) - shared
+        return all_groups(-(-tokens // serving.block_size) - shared)
 
     def requests(each: int) -> int:
         # A request whose whole context is shared still needs a block, because its last token is computed.
-        fitting = max(0, (memory.num_blocks - shared) // max(1, each))
+        fitting = max(0, (memory.num_blocks - all_groups(shared)) // max(1, each))
         return min(fitting, serving.max_rows) if sizes.state_bytes else fitting
 
-    whole = kv_bytes(sizes, serving.kv_type, serving.tensor_parallel_size) * serving.tensor_parallel_size
-    reserved = memory.num_blocks // -(-longest // serving.block_size) if longest else 0
+    whole = block_bytes(sizes, serving) * serving.tensor_parallel_size
+    reserved = memory.num_blocks // all_groups(-(-longest // serving.block_size)) if longest else 0
     return Concurrency(
         context=context,
         blocks_per_request=blocks(context),
-        kv_bytes_per_request=blocks(context) * serving.block_size * whole,
+        kv_bytes_per_request=blocks(context) * whole,
         complete=requests(blocks(context)),
         average=requests(blocks(context - output + -(-output // 2))),
         reserved=reserved,

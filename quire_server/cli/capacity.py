@@ -71,10 +71,13 @@ def run(options: Namespace) -> int:
     """Compute and print."""
     from quire_server.capacity import (
         Serving,
+        block_bytes,
         concurrency,
         fit,
+        kv_by_kind,
         kv_bytes,
         kv_formula,
+        kv_groups,
         num_sessions,
         step_bytes,
         weights_bytes,
@@ -103,6 +106,7 @@ def run(options: Namespace) -> int:
         max_rows=options.max_num_seqs,
         max_tokens_per_step=options.max_num_batched_tokens,
         tensor_parallel_size=options.tensor_parallel_size,
+        frees_windows=options.kv_cache_memory is not None and not parse_bytes(options.host_cache),
     )
     if reason := unsuitable_heads(serving.kv_type, [sizes.head_dim, sizes.rotary_dim or sizes.head_dim]):
         raise CommandError(f"--kv-cache-dtype: {reason}")
@@ -126,16 +130,20 @@ def run(options: Namespace) -> int:
         raise CommandError("--gpu-memory is missing; add for example --gpu-memory 80GB, or --kv-cache-memory on a CPU")
     serving = with_states(serving, sizes, usable - own, default_rows=is_default)
     memory = fit(usable, sizes, serving, weights=own, step=step)
-    bytes_per_block = kv_bytes(sizes, serving.kv_type) * serving.block_size // serving.tensor_parallel_size
+    bytes_per_block = block_bytes(sizes, serving)
     host_tokens = parse_bytes(options.host_cache) // max(1, bytes_per_block) * serving.block_size
     disk_tokens = parse_bytes(options.disk_cache_bytes) // max(1, bytes_per_block) * serving.block_size
     if disk_tokens and not host_tokens:
         raise CommandError("--disk-cache-bytes: blocks on disk pass through host memory; add --host-cache")
-    agent = _agent(options.agents, longest)
+    agent, groups = _agent(options.agents, longest), kv_groups(sizes, serving)
     sessions = None
     if agent is not None:
         with_host = memory.num_blocks + host_tokens // serving.block_size
         tiers = (memory.num_blocks, with_host, with_host + disk_tokens // serving.block_size)
+        if groups is not None:
+            tiers = (
+                memory.num_blocks // groups.num_groups,
+            ) * 3  # A lower bound: sessions keep their last windows only.
         sessions = [num_sessions(blocks, serving.block_size, agent, options.shared_prefix) for blocks in tiers]
     rows = [
         concurrency(memory, sizes, serving, context=context, output=options.output, shared_prefix=options.shared_prefix)
@@ -146,6 +154,8 @@ def run(options: Namespace) -> int:
         "weights_bytes": weights,
         "kv_bytes_per_token": kv_bytes(sizes, serving.kv_type),
         "kv_formula": kv_formula(sizes, serving.kv_type),
+        "kv_by_kind": kv_by_kind(sizes, serving),
+        "bytes_per_block": bytes_per_block,
         "per_card": dataclasses.asdict(memory),
         "host_cache_tokens": host_tokens,
         "disk_cache_tokens": disk_tokens,
@@ -265,11 +275,18 @@ def _page(
     disk_tokens: int,
 ) -> str:
     """Return the result in plain words."""
-    from quire_server.capacity import kv_bytes, kv_formula
+    from quire_server.capacity import kv_bytes, kv_formula, kv_groups
 
     per_token = kv_bytes(sizes, serving.kv_type)
     cards = serving.tensor_parallel_size
     lines = [f"KV per token   {size_text(per_token)} = {kv_formula(sizes, serving.kv_type)}"]
+    groups = kv_groups(sizes, serving)
+    if groups is not None:
+        num_windowed = sum(group > 0 for group in groups.groups)
+        lines.append(
+            f"Windows        {num_windowed} of {sizes.num_layers} layers keep the newest {groups.window:,} tokens and a"
+            f" step; a block holds {groups.num_places} layers"
+        )
     if sizes.state_bytes:
         num_rows = f"{serving.max_rows} row{'' if serving.max_rows == 1 else 's'}"
         each = f"({num_rows} + {serving.num_checkpoints} checkpoints) x {sizes.state_bytes:,} bytes"
@@ -294,7 +311,8 @@ def _page(
     else:
         tokens = memory.num_blocks * serving.block_size
         lines += [f"Weights        {size_text(weights)} besides the KV cache"]
-        lines += [f"KV cache       {memory.num_blocks:,} blocks of {serving.block_size} tokens: {tokens:,} tokens"]
+        held = f"{tokens:,} tokens" if groups is None else f"for {groups.num_groups} block tables per request"
+        lines += [f"KV cache       {memory.num_blocks:,} blocks of {serving.block_size} tokens: {held}"]
     if host_tokens:
         factor = 1 + host_tokens / max(1, memory.num_blocks * serving.block_size)
         lines.append(

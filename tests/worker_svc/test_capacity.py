@@ -40,6 +40,7 @@ def predicted_memory(
         ("LlamaForCausalLM", {"dtype": "bfloat16", "block_size": 32}),
         ("Qwen2ForCausalLM", {"kv_cache_dtype": "fp8", "max_model_len": 300}),
         ("Gemma2ForCausalLM", {}),
+        ("Gemma3ForCausalLM", {"dtype": "bfloat16"}),
         ("GPT2LMHeadModel", {}),
         ("DeepseekV3ForCausalLM", {}),
         ("DeepseekV3ForCausalLM", {"dtype": "bfloat16", "kv_cache_dtype": "int8"}),
@@ -54,10 +55,26 @@ def test_the_formulas_are_what_a_worker_allocates(model: str, settings: dict[str
 
     engine = make_engine(folder, kv_cache_memory="6MiB", **settings)
     weights = bytes_of(load_model(WorkerConfig(model=str(folder), device="cpu", **settings), CPU)[0])
-    cache = engine.limits.num_blocks * engine.limits.block_size * predicted["kv_bytes_per_token"]
+    cache = engine.limits.num_blocks * predicted["bytes_per_block"]
     assert predicted["per_card"]["num_blocks"] == engine.limits.num_blocks
     assert predicted["weights_bytes"] == pytest.approx(weights, rel=0.03)
     assert bytes_of(vars(engine)["_caches"]) == pytest.approx(cache, rel=0.03)
+
+
+def test_windows_count_with_their_newest_tokens(tmp_path: Path) -> None:
+    """A request with windows needs the blocks that a row holds; with host memory, all layers keep all tokens."""
+    folder = make_checkpoint("GptOssForCausalLM", tmp_path / "model", sliding_window=64, max_position_embeddings=4096)
+    flags = ("--context=64,4096", "--output=8")
+    freed = predicted_memory(tmp_path, folder, *flags)
+    kept = predicted_memory(tmp_path, folder, *flags, "--host-cache=1MiB")
+
+    per_token = kept["kv_bytes_per_token"]
+    period = (64 + 384 - 2 + 15) // 16 + 1
+    assert freed["kv_by_kind"]["window"]["tokens"] == 64
+    assert {each["bytes_per_token"] for each in freed["kv_by_kind"].values()} == {per_token // 2}
+    assert set(kept["kv_by_kind"]) == {"full"}
+    assert [row["blocks_per_request"] for row in freed["lengths"]] == [8, 256 + period]
+    assert [row["kv_bytes_per_request"] for row in kept["lengths"]] == [64 * per_token, 4096 * per_token]
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,8 @@ layers with a window form further groups of at most as many layers, so that bloc
 one pool serves them. Layer i of each group uses the i-th pair of tensors.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-
-from worker_svc.model.base import KVShape
 
 WINDOW_CHUNK = 384
 """Maximum number of tokens of one row in a step. A row holds the KV of so many tokens in addition to its window."""
@@ -39,9 +37,19 @@ class KVGroups:
         """Number of layers whose KV a block holds."""
         return 1 + max(self.places)
 
+    def blocks(self, num_positions: int, block_size: int) -> int:
+        """Return the number of blocks that a sequence holds: of all tokens in the first group, of the newest in others.
+
+        Args:
+            num_positions: number of blocks of its tokens.
+            block_size: tokens per block.
+        """
+        period = -(-(self.window + WINDOW_CHUNK - 2) // block_size) + 1
+        return num_positions + (self.num_groups - 1) * min(num_positions, period)
+
 
 def divide(
-    shapes: Sequence[KVShape], windows: Sequence[int | None], *, max_model_len: int, chunk: int
+    shapes: Sequence[Hashable], windows: Sequence[int | None], *, max_model_len: int, chunk: int
 ) -> KVGroups | None:
     """Divide layers into groups; return None if one group suits them better.
 
@@ -49,7 +57,7 @@ def divide(
     row holds in any case, or if too many places of blocks would be unused.
 
     Args:
-        shapes: the KV shape of each layer.
+        shapes: the KV shape of each layer; only compared.
         windows: the sliding window of each layer, tokens; None without one. Empty if the model supports one group only.
         max_model_len: length of the longest sequence, tokens.
         chunk: maximum number of tokens of one row in a step.
