@@ -1,11 +1,15 @@
 """KV groups: which layers share blocks, and a row's tables for windows."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from structlog.testing import capture_logs
 
+from checks.driver import make_engine
+from measure.testbed.checkpoints import make_checkpoint
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import to_column
 from worker_svc.interface.errors import PlanError
@@ -108,3 +112,26 @@ def test_invalid_tables_are_refused(changes: dict[str, object], message: str) ->
     """Tables that would let a step read or write other blocks than the row's violate the protocol."""
     with pytest.raises(PlanError, match=message):
         decode_plan(plan_pb2.Plan(step=1, admissions=[_admission(**changes)]), LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept_with"),
+    [
+        ({}, None),
+        ({"host_cache": "1MiB"}, "host_cache"),
+        ({"speculation": "draft"}, "draft_model"),
+    ],
+)
+def test_a_worker_says_whether_it_frees_windows(
+    settings: dict[str, Any], kept_with: str | None, tmp_path: Path
+) -> None:
+    """One line names the setting with which KV behind windows is kept."""
+    folder = make_checkpoint("Gemma3ForCausalLM", tmp_path / "model", sliding_window=16, max_position_embeddings=2048)
+    if "speculation" in settings:
+        settings = settings | {"draft_model": str(folder)}
+    with capture_logs() as logs:
+        engine = make_engine(folder, kv_cache_memory="6MiB", **settings)
+
+    (line,) = [each["event"] for each in logs if "behind sliding windows" in each["event"]]
+    assert (engine.limits.num_kv_groups > 1) == (kept_with is None)
+    assert ("is freed" if kept_with is None else f"is kept: not supported with {kept_with};") in line

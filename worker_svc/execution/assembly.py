@@ -147,16 +147,29 @@ def build_engine(
 def _kv_groups(
     config: WorkerConfig, model: Model, limits: Limits, accelerator: Accelerator | None, *, has_draft_model: bool
 ) -> KVGroups | None:
-    """Return the groups of layers, or None for one group.
+    """Return the groups of layers, or None for one group. Log which setting prevents groups.
 
     Blocks of several groups are not copied to the host, have no room for a draft model's KV, and are not captured in
     graphs.
     """
-    keeps_blocks = parse_bytes(config.host_cache) > 0 or bool(config.disk_cache)
-    is_captured = config.cuda_graphs and accelerator is not None
-    if keeps_blocks or is_captured or has_draft_model or model.state_bytes:
+    if model.state_bytes:
         return None
-    return divide(model.kv_shapes, model.windows, max_model_len=limits.max_model_len, chunk=WINDOW_CHUNK)
+    groups = divide(model.kv_shapes, model.windows, max_model_len=limits.max_model_len, chunk=WINDOW_CHUNK)
+    preventing = {
+        "host_cache": parse_bytes(config.host_cache) > 0,
+        "disk_cache": bool(config.disk_cache),
+        "draft_model": has_draft_model,
+        "cuda_graphs": config.cuda_graphs and accelerator is not None,
+    }
+    settings = [name for name, is_used in preventing.items() if is_used]
+    if groups is None or not settings:
+        return groups
+    get_logger().info(
+        f"KV behind sliding windows is kept: not supported with {' and '.join(settings)}; a long request holds the KV"
+        " of all its tokens in all layers",
+        window=groups.window,
+    )
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
