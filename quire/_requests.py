@@ -285,10 +285,16 @@ def _set_scheduling(message: pb.SchedulingOptions, options: SchedulingOptions) -
         "request_class": options.request_class,
         "session_id": options.session_id,
         "ends_session": options.ends_session,
+        "retention_priority": options.retention_priority or None,
     }
     _set_all(message, plain, "scheduling.")
-    targets = {"ttft_target": options.ttft_target_s, "total_time_target": options.total_time_target_s}
-    for field, seconds in targets.items():
+    times = {
+        "ttft_target": options.ttft_target_s,
+        "total_time_target": options.total_time_target_s,
+        "retention": options.retention_s,
+        "expected_pause": options.expected_pause_s,
+    }
+    for field, seconds in times.items():
         if seconds is not None:
             _set_duration(getattr(message, field), seconds, f"scheduling.{field}")
 

@@ -42,6 +42,12 @@ class SchedulingOptions:
     """
     ends_session: bool = False
     """Whether this is the last turn of the session."""
+    retention_s: float | None = None
+    """Time after the end of the request for which the server retains its KV, seconds; at most a day."""
+    retention_priority: int = 0
+    """Priority of the retained KV, in [0, 9]; KV with a lower priority is evicted first."""
+    expected_pause_s: float | None = None
+    """Expected time from the end of the request to the next turn of its session, seconds; at most a day."""
 
 
 class GenerateOptions(TypedDict, total=False):

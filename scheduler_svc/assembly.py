@@ -48,6 +48,7 @@ def to_core_config(config: SchedulerConfig, admission: AdmissionSettings) -> Cor
             delay_factor=config.scheduler_delay_factor,
         ),
         session_wait_s=config.session_wait_s,
+        retention_share=config.retention_share,
         policy_preemption=config.policy_preemption,
         preempt_threshold=config.preempt_threshold,
         victim_rule=config.victim_rule,

@@ -100,6 +100,13 @@ class SchedulerConfig(_Checked):
         unit="s",
         least=0,
     )
+    retention_share: float = _option(
+        0.5,
+        "part of the KV cache whose contents requests can retain for a time (`retention_s`); if tenants ask for more,"
+        " each gets an equal part; 0: such hints have no effect",
+        least=0,
+        most=1,
+    )
     policy_preemption: str = _option(
         "auto",
         "whether waiting requests preempt running ones; auto: with priority, edf and fair, under max_utilization",

@@ -28,6 +28,12 @@ class Pooling(enum.IntEnum):
     """The embedding is the mean of the last hidden states of all tokens."""
 
 
+MAX_RETENTION_S = 86_400.0
+"""Longest time for which a request can retain its KV, and longest pause that it can announce, s."""
+MAX_RETENTION_PRIORITY = 9
+"""Highest priority of retained KV; the lowest is 0."""
+
+
 class RequestSpec(NamedTuple):
     """Fixed properties of a request. A named tuple, because a frozen dataclass takes three times as long to create."""
 
@@ -57,6 +63,12 @@ class RequestSpec(NamedTuple):
     """Name of its session within its tenant and cache scope; empty if the session is found by content."""
     ends_session: bool = False
     """Whether it is the last turn of its session."""
+    retention_s: float = 0.0
+    """Time after its end for which its KV is retained, s; 0 for as long as memory permits."""
+    retention_priority: int = 0
+    """Retained KV with a lower priority is evicted first."""
+    expected_pause_s: float = 0.0
+    """The client's estimate of the time from its end to the next turn of its session, s; 0 for none."""
     model: str = ""
     """Fingerprint of the model that validated the request and must compute it; "" if unknown."""
     identity: bytes = b""

@@ -2,8 +2,8 @@
 
 * `bug`: the definition of a planted bug
 * `memory`, `checkpoints`, `streams`, `planning`, `workers`, `sharing`, `fates`, `growth`, `speculation`, `charging`,
-  `hosts`, `disks`, `suspects`, `urgency`, `resumption`, `holding`, `purposes`, `sessions`: the bugs, by affected area;
-  importing a module registers its bugs
+  `hosts`, `disks`, `suspects`, `urgency`, `resumption`, `holding`, `purposes`, `retention`, `sessions`: the bugs,
+  by affected area; importing a module registers its bugs
 """
 
 from checks.planted import (
@@ -18,6 +18,7 @@ from checks.planted import (
     planning,
     purposes,
     resumption,
+    retention,
     sessions,
     sharing,
     speculation,
@@ -43,6 +44,7 @@ __all__ = [
     "planning",
     "purposes",
     "resumption",
+    "retention",
     "sessions",
     "sharing",
     "speculation",

@@ -253,7 +253,8 @@ def newest_evicted_first(patch: pytest.MonkeyPatch) -> None:
     """The most recently used blocks are evicted first."""
 
     def newest(self: RecencyQueue, most: int) -> Any:
-        number, group = next(reversed(self._groups.items()))
+        groups = self._groups or self._higher[min(self._higher)]
+        number, group = next(reversed(groups.items()))
         return self._present(number, group)[-most:]
 
     patch.setattr(RecencyQueue, "oldest", newest)

@@ -308,6 +308,15 @@ def with_quota(**limits: Any) -> Aim:
     return both(with_much_memory, with_limits(**CONTINUOUS | {"tenant_limits": each}))
 
 
+def with_retention(scenario: Scenario) -> Scenario:
+    """Sequences of which some are retained, in memory for a few of them, with a cache scope per tenant."""
+    scenario = with_sessions(scenario)
+    traffic = dataclasses.replace(scenario.traffic, retained=0.15, shared_salt=False)
+    config = dataclasses.replace(scenario.config, retention_share=0.7, session_wait_s=0.0)
+    size = dataclasses.replace(scenario.workers[0], num_blocks=300)
+    return dataclasses.replace(scenario, traffic=traffic, config=config, workers=(size,))
+
+
 def with_little_memory(scenario: Scenario) -> Scenario:
     """Use one worker with too few blocks for its rows, and urgent requests that preempt others."""
     config = dataclasses.replace(
@@ -609,6 +618,7 @@ AIMS: tuple[tuple[str, Aim], ...] = (
     ),
     ("deadlines and a backlog", with_deadlines),
     ("sessions", with_sessions),
+    ("retained sessions", with_retention),
 )
 """Every adaptation, with a name."""
 

@@ -49,6 +49,8 @@ class Limit(enum.Enum):
     OVERTAKEN_MOST = "overtaken up to the bound"
     SHARED = "prefix found in the cache"
     FOUND_AFTER_EVICTION = "prefix found after others were evicted"
+    RETAINED = "retained prefix found after others were evicted"
+    RETENTION_ENDED = "prefix found after its retention has ended"
     COPIED = "part of a block copied"
     RESTORED = "recurrent state restored from a checkpoint"
     INNOCENT = "row failed by another row's spoilt prefix"

@@ -110,6 +110,8 @@ class TrafficShape:
     """Longest deadline, in steps per generated token."""
     embeds: float = 0.0
     """Share of requests for an embedding."""
+    retained: float = 0.0
+    """Share of requests that retain their KV or announce a pause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +305,10 @@ def _with_extras(traffic: TrafficShape, seed: int) -> TrafficShape:
     """Add grammars, log-probabilities, reconnecting clients and model names, each in one of four simulations."""
     rng = random.Random(f"extras of {seed}")
     shares = [rng.choice((0.1, 0.6)) if rng.random() < 0.25 else 0.0 for _ in range(4)]
-    return replace(traffic, grammars=shares[0], scored=shares[1], identified=shares[2], models=shares[3])
+    retained = random.Random(f"retention of {seed}").choice((0.0, 0.0, 0.1, 0.6))
+    return replace(
+        traffic, grammars=shares[0], scored=shares[1], identified=shares[2], models=shares[3], retained=retained
+    )
 
 
 def _with_room(scenario: Scenario, context: int) -> Scenario:

@@ -174,6 +174,9 @@ class Stream:
                 priority=demand.priority,
                 expected_output_tokens=demand.expected_output_tokens,
                 cache_scope=demand.salt,
+                retention_s=demand.retention_s,
+                retention_priority=demand.retention_priority,
+                expected_pause_s=demand.expected_pause_s,
                 model=demand.model,
                 identity=self.identity,
                 traceparent=_TRACEPARENT if demand.traced else "",
@@ -279,3 +282,12 @@ class Stream:
 
 def _after(now: float, seconds: float | None) -> float | None:
     return None if seconds is None else now + seconds
+
+
+def prefix_hashes(tokens: list[int], scope: bytes) -> list[int]:
+    """Return a hash of each prefix of a sequence under a cache scope."""
+    hashes, present = [], hash(scope)
+    for token in tokens:
+        present = hash((present, token))
+        hashes.append(present)
+    return hashes

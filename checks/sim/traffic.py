@@ -55,6 +55,9 @@ class Demand:
     """Number of generated tokens after which the request kills every worker that computes it."""
     pooling: Pooling = Pooling.NONE
     """Pooling if it requests an embedding instead of tokens."""
+    retention_s: float = 0.0
+    retention_priority: int = 0
+    expected_pause_s: float = 0.0
 
 
 class Traffic:
@@ -137,6 +140,13 @@ class Traffic:
             demand = replace(demand, identified=True)
         if shape.models and rng.random() < shape.models:
             demand = replace(demand, model=rng.choice((MODELS[0], *MODELS)))
+        if shape.retained and rng.random() < shape.retained:
+            demand = replace(
+                demand,
+                retention_s=rng.choice((0.0, self._pace.step * 10 ** rng.uniform(0, 3))),
+                retention_priority=rng.choice((0, 0, 1, 9)),
+                expected_pause_s=rng.choice((0.0, self._pace.step * 10 ** rng.uniform(-1, 3))),
+            )
         return demand
 
     def _with_faults(self, demand: Demand) -> Demand:

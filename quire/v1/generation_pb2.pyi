@@ -621,6 +621,9 @@ class SchedulingOptions(_message.Message):
     REQUEST_CLASS_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
     ENDS_SESSION_FIELD_NUMBER: _builtins.int
+    RETENTION_FIELD_NUMBER: _builtins.int
+    RETENTION_PRIORITY_FIELD_NUMBER: _builtins.int
+    EXPECTED_PAUSE_FIELD_NUMBER: _builtins.int
     priority: _builtins.int
     """Higher runs first under the policy `priority`, in [-100, 100]. Default 0."""
     tenant: _builtins.str
@@ -640,6 +643,8 @@ class SchedulingOptions(_message.Message):
     """
     ends_session: _builtins.bool
     """Whether this is the last turn of the session, so that memory for further turns is not set aside."""
+    retention_priority: _builtins.int
+    """Of retained KV, that with a lower priority is evicted first; in [0, 9]. Requires `retention`."""
     @_builtins.property
     def ttft_target(self) -> _duration_pb2.Duration:
         """Target for the time from arrival to the first token, longer than 0 and at most 365 days; used by `edf`."""
@@ -648,6 +653,19 @@ class SchedulingOptions(_message.Message):
     def total_time_target(self) -> _duration_pb2.Duration:
         """Target for the time from arrival to the last token, longer than 0 and at most 365 days; used by `edf`. Unlike the
         call's deadline, missing it does not end the request.
+        """
+
+    @_builtins.property
+    def retention(self) -> _duration_pb2.Duration:
+        """Time after the end of the request for which its KV is retained: other KV is evicted first. Longer than 0 and at most
+        24 hours. The server retains at most a part of its memory in this way, in equal parts for all tenants. Default: KV is
+        evicted in the order of its last use.
+        """
+
+    @_builtins.property
+    def expected_pause(self) -> _duration_pb2.Duration:
+        """Expected time from the end of the request to the next turn of its session, longer than 0 and at most 24 hours.
+        Default: learned.
         """
 
     def __init__(
@@ -662,10 +680,13 @@ class SchedulingOptions(_message.Message):
         request_class: _builtins.str = ...,
         session_id: _builtins.str = ...,
         ends_session: _builtins.bool = ...,
+        retention: _duration_pb2.Duration | None = ...,
+        retention_priority: _builtins.int = ...,
+        expected_pause: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "expected_output_tokens", b"expected_output_tokens", "total_time_target", b"total_time_target", "ttft_target", b"ttft_target"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "expected_output_tokens", b"expected_output_tokens", "expected_pause", b"expected_pause", "retention", b"retention", "total_time_target", b"total_time_target", "ttft_target", b"ttft_target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "cache_scope", b"cache_scope", "ends_session", b"ends_session", "expected_output_tokens", b"expected_output_tokens", "priority", b"priority", "request_class", b"request_class", "session_id", b"session_id", "tenant", b"tenant", "total_time_target", b"total_time_target", "ttft_target", b"ttft_target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "cache_scope", b"cache_scope", "ends_session", b"ends_session", "expected_output_tokens", b"expected_output_tokens", "expected_pause", b"expected_pause", "priority", b"priority", "request_class", b"request_class", "retention", b"retention", "retention_priority", b"retention_priority", "session_id", b"session_id", "tenant", b"tenant", "total_time_target", b"total_time_target", "ttft_target", b"ttft_target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expected_output_tokens: _TypeAlias = _typing.Literal["expected_output_tokens"]  # noqa: Y015
     _WhichOneofArgType__expected_output_tokens: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens"]  # noqa: Y015

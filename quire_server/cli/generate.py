@@ -24,7 +24,7 @@ EXAMPLES = """
 _FORWARDED_OPTIONS = (*SAMPLING, "model", "stop", "stop_token_ids", "ignore_eos", "request_id")
 _SCHEDULING = (
     "priority", "tenant", "expected_output_tokens", "ttft_target_s", "total_time_target_s", "cache_scope",
-    "request_class", "session_id", "ends_session",
+    "request_class", "session_id", "ends_session", "retention_s", "retention_priority", "expected_pause_s",
 )  # fmt: skip
 
 
@@ -73,6 +73,21 @@ def configure(parser: OneLineParser) -> None:
     add("--request-class", metavar="NAME", help="request class configured on the server, which has its own queue order")
     add("--session-id", metavar="NAME", help="session, such as an agent's conversation, that the request is a turn of")
     add("--ends-session", action="store_const", const=True, help="this is the last turn of the session")
+    add(
+        "--retention",
+        dest="retention_s",
+        type=float,
+        metavar="S",
+        help="time after the end of the request for which the server retains its KV, in seconds",
+    )
+    add("--retention-priority", type=int, metavar="N", help="priority of the retained KV, 0 to 9 (default: 0)")
+    add(
+        "--expected-pause",
+        dest="expected_pause_s",
+        type=float,
+        metavar="S",
+        help="expected time to the next turn of the session, in seconds",
+    )
     add("--timeout", type=float, metavar="S", help="deadline of the request, in seconds")
     add("--json", action="store_true", help="print one JSON object with text, token ids, usage and timings")
 

@@ -100,6 +100,7 @@ def to_settings(config: CoreConfig) -> dict[str, Any]:
         "max_plans_in_flight": config.max_plans_in_flight,
         "worker_wait_s": config.worker_wait_s,
         "session_wait_s": config.session_wait_s,
+        "retention_share": config.retention_share,
         "step_deadline_s": config.step_deadline_s,
         "stall_timeout_s": config.stall_timeout_s,
         "resume_keep_s": config.resume_keep_s,

@@ -165,6 +165,7 @@ class Scheduler:
     def _plan(self, worker: Worker, now: float) -> Plan | None:
         """Make a plan, and apply its consequences to the requests."""
         requests, backlog = self._requests, self._requests.backlog
+        worker.pool.end_retention(now)
         if worker.swap.disk is not None:
             worker.swap.disk.time_passed(now)
         outcome = Planner(

@@ -31,7 +31,7 @@ from shared.frames import (
 from shared.logging import get_logger
 from shared.packing import Packer, check_part, fitting, in_parts
 from shared.prefix_keys import KEY_BYTES
-from shared.request_spec import Pooling, RequestSpec, read_spec, size_of
+from shared.request_spec import MAX_RETENTION_PRIORITY, MAX_RETENTION_S, Pooling, RequestSpec, read_spec, size_of
 from shared.versions import negotiate, spoken
 
 _INT32_MAX = 0x7FFFFFFF
@@ -148,6 +148,10 @@ def arrival(peer: ev.Peer, submission: link_pb2.Submission, now: float) -> ev.Re
             raise UnusableSubmissionError(f"pooling: unknown mode {spec.pooling}")
         if spec.max_tokens != 1 or spec.grammar:
             raise UnusableSubmissionError("pooling: cannot be combined with generation or a grammar")
+    if not (0.0 <= spec.retention_s <= MAX_RETENTION_S and spec.retention_priority <= MAX_RETENTION_PRIORITY):
+        raise UnusableSubmissionError("retention_s, retention_priority: out of range")
+    if not 0.0 <= spec.expected_pause_s <= MAX_RETENTION_S:
+        raise UnusableSubmissionError("expected_pause_s: out of range")
     num_keys, rest = divmod(len(block_keys), KEY_BYTES)
     if rest or (num_keys and not 0 < num_keys * block_size <= num_tokens):
         raise UnusableSubmissionError("block_keys: not a whole number of keys, or more keys than full blocks")

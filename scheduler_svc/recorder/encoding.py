@@ -359,6 +359,8 @@ class Encoder:
         message.expected_output_tokens = spec.expected_output_tokens
         message.cache_scope = self._tagger.tag(spec.cache_scope)
         message.session, message.ends_session = self._tagger.tag(spec.session), spec.ends_session
+        message.retention_s, message.retention_priority = spec.retention_s, spec.retention_priority
+        message.expected_pause_s = spec.expected_pause_s
         message.model, message.traceparent = spec.model, spec.traceparent
         message.identity, message.resume_size = self._tagger.tag(spec.identity), len(spec.resume_info)
 

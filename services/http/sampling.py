@@ -19,6 +19,8 @@ _NAMES = {
     "output.include_special_tokens": "skip_special_tokens",
     "scheduling.ttft_target": "ttft_target_s",
     "scheduling.total_time_target": "total_time_target_s",
+    "scheduling.retention": "retention_s",
+    "scheduling.expected_pause": "expected_pause_s",
     "scheduling.cache_scope": "cache_salt",
 }
 """HTTP names of proto fields, where the name differs from the last part of the field's path."""
@@ -87,10 +89,10 @@ def fill_scheduling(scheduling: v1.SchedulingOptions, body: ScheduledBody) -> No
     scheduling.cache_scope = body.cache_salt or ""
     scheduling.session_id = body.session_id or ""
     scheduling.ends_session = body.ends_session
-    if body.ttft_target_s is not None:
-        scheduling.ttft_target.CopyFrom(_duration(body.ttft_target_s))
-    if body.total_time_target_s is not None:
-        scheduling.total_time_target.CopyFrom(_duration(body.total_time_target_s))
+    scheduling.retention_priority = body.retention_priority
+    for name in ("ttft_target", "total_time_target", "retention", "expected_pause"):
+        if (seconds := getattr(body, f"{name}_s")) is not None:
+            getattr(scheduling, name).CopyFrom(_duration(seconds))
 
 
 def fill_grammar(request: v1.GenerateRequest, body: SamplingBody) -> str:

@@ -28,6 +28,7 @@ from services.requests.validation import (
     MAX_TOKEN_SET,
 )
 from services.text.chat import MAX_MESSAGES
+from shared.request_spec import MAX_RETENTION_PRIORITY, MAX_RETENTION_S
 
 _MAX_PROMPTS = 256
 _MAX_TOOLS = 512
@@ -278,6 +279,15 @@ class ScheduledBody(Body):
         default=None, description="name of the session, for example an agent's conversation, that this is a turn of"
     )
     ends_session: bool = Field(default=False, description="this is the last turn of the session")
+    retention_s: Annotated[float, Field(gt=0, le=MAX_RETENTION_S)] | None = Field(
+        default=None, description="time after the end of the request for which its KV is retained"
+    )
+    retention_priority: Annotated[int, Field(ge=0, le=MAX_RETENTION_PRIORITY)] = Field(
+        default=0, description="of retained KV, that with a lower priority is evicted first"
+    )
+    expected_pause_s: Annotated[float, Field(gt=0, le=MAX_RETENTION_S)] | None = Field(
+        default=None, description="expected time from the end of the request to the next turn of its session"
+    )
     ttft_target_s: Annotated[float, Field(gt=0, le=31_536_000)] | None = None
     total_time_target_s: Annotated[float, Field(gt=0, le=31_536_000)] | None = None
 

@@ -16,7 +16,7 @@ from services.access.principals import Principal
 from shared.errors import FieldViolation
 from shared.frames import TOKEN_BYTES
 from shared.prefix_keys import following_keys, root_key
-from shared.request_spec import RequestSpec
+from shared.request_spec import MAX_RETENTION_PRIORITY, MAX_RETENTION_S, RequestSpec
 
 MAX_PRIORITY = 100
 """Maximum absolute value of a priority."""
@@ -28,6 +28,14 @@ MAX_BLOCK_KEYS = 1 << 16
 """Maximum number of 32-byte block keys that are sent with a request, so that they fit into a frame."""
 MAX_TIME_S = 365 * 24 * 3600
 """Maximum target time of a request, seconds; the link counts nanoseconds in 64 bits."""
+
+_TIMES = {
+    "ttft_target": (MAX_TIME_S, "365 days"),
+    "total_time_target": (MAX_TIME_S, "365 days"),
+    "retention": (MAX_RETENTION_S, "24 hours"),
+    "expected_pause": (MAX_RETENTION_S, "24 hours"),
+}
+"""Options that are times, each with its maximum in seconds and as text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +62,13 @@ def check_scheduling(options: v1.SchedulingOptions) -> Iterator[FieldViolation]:
             yield FieldViolation(f"scheduling.{name}", "has characters that are not printable; remove them")
     if options.HasField("expected_output_tokens") and not 0 < options.expected_output_tokens <= MAX_EXPECTED_TOKENS:
         yield FieldViolation("scheduling.expected_output_tokens", f"must lie in [1, {MAX_EXPECTED_TOKENS}]")
-    if options.HasField("ttft_target"):
-        yield from _check_target("scheduling.ttft_target", options.ttft_target)
-    if options.HasField("total_time_target"):
-        yield from _check_target("scheduling.total_time_target", options.total_time_target)
+    for field, duration in options.ListFields():
+        if field.name in _TIMES:
+            yield from _check_time(f"scheduling.{field.name}", duration, *_TIMES[field.name])
+    if options.retention_priority > MAX_RETENTION_PRIORITY:
+        yield FieldViolation("scheduling.retention_priority", f"must lie in [0, {MAX_RETENTION_PRIORITY}]")
+    elif options.retention_priority and not options.HasField("retention"):
+        yield FieldViolation("scheduling.retention_priority", "has no effect without a retention; specify both")
 
 
 def schedule(spec: RequestSpec, options: v1.SchedulingOptions, principal: Principal) -> RequestSpec:
@@ -76,6 +87,9 @@ def schedule(spec: RequestSpec, options: v1.SchedulingOptions, principal: Princi
         cache_scope=scope.encode(),
         session=options.session_id.encode(),
         ends_session=options.ends_session,
+        retention_s=_seconds(options.retention),
+        retention_priority=options.retention_priority,
+        expected_pause_s=_seconds(options.expected_pause),
     )
 
 
@@ -110,11 +124,11 @@ def left_ns(point: float | None, now: float) -> int:
     return 0 if point is None else int(min(max(point - now, 1e-9), MAX_TIME_S) * 1e9)
 
 
-def _check_target(field: str, duration: Duration) -> Iterator[FieldViolation]:
+def _check_time(field: str, duration: Duration, most: float, limit: str) -> Iterator[FieldViolation]:
     if abs(duration.nanos) >= 10**9 or duration.seconds * duration.nanos < 0:
         yield FieldViolation(field, "invalid duration; nanos must be below a second and have the sign of seconds")
-    elif not 0 < _seconds(duration) <= MAX_TIME_S:
-        yield FieldViolation(field, "must be > 0 and at most 365 days")
+    elif not 0 < _seconds(duration) <= most:
+        yield FieldViolation(field, f"must be > 0 and at most {limit}")
 
 
 def _seconds(duration: Duration) -> float:

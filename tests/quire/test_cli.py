@@ -273,7 +273,7 @@ def test_every_flag_of_generate_reaches_the_server(server: ScriptedServer) -> No
         "--min-p=0.25", "--seed=7", "--stop=a", "--stop=b", "--stop-token-id=3", "--ignore-eos", "--request-id=r",
         "--model=demo", "--timeout=60", "--priority=3", "--tenant=team", "--expected-output-tokens=9",
         "--ttft-target=0.5", "--total-time-target=90", "--cache-scope=shared", "--request-class=batch",
-        "--session-id=agent-7", "--ends-session",
+        "--session-id=agent-7", "--ends-session", "--retention=60", "--retention-priority=2", "--expected-pause=1.5",
     )  # fmt: skip
 
     (request,) = server.requests
@@ -290,6 +290,8 @@ def test_every_flag_of_generate_reaches_the_server(server: ScriptedServer) -> No
     assert (scheduling.ttft_target.ToMilliseconds(), scheduling.total_time_target.ToMilliseconds()) == (500, 90_000)
     assert (scheduling.cache_scope, scheduling.request_class) == ("shared", "batch")
     assert (scheduling.session_id, scheduling.ends_session) == ("agent-7", True)
+    assert (scheduling.retention.ToSeconds(), scheduling.retention_priority) == (60, 2)
+    assert scheduling.expected_pause.ToMilliseconds() == 1500
 
 
 def test_a_reader_that_leaves_ends_the_command_quietly(server: ScriptedServer) -> None:

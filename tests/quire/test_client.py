@@ -88,6 +88,9 @@ def test_every_option_reaches_its_field(server: ScriptedServer, client: Client) 
             request_class="batch",
             session_id="agent-7",
             ends_session=True,
+            retention_s=60,
+            retention_priority=2,
+            expected_pause_s=1.5,
         ),
     ).result()
 
@@ -109,6 +112,9 @@ def test_every_option_reaches_its_field(server: ScriptedServer, client: Client) 
                 request_class="batch",
                 session_id="agent-7",
                 ends_session=True,
+                retention=Duration(seconds=60),
+                retention_priority=2,
+                expected_pause=Duration(seconds=1, nanos=500_000_000),
             ),
         )
     ]

@@ -101,6 +101,9 @@ class Cluster:
         pooling: Pooling = Pooling.NONE,
         session: bytes = b"",
         ends_session: bool = False,
+        retention_s: float = 0.0,
+        retention_priority: int = 0,
+        expected_pause_s: float = 0.0,
     ) -> Reader:
         """A request arrives, or arrives again with what was `delivered` before."""
         reader = self.readers[stream] = Reader(prompt, max_tokens, stops or set(), list(delivered))
@@ -123,6 +126,9 @@ class Cluster:
                     cache_scope=salt,
                     session=session,
                     ends_session=ends_session,
+                    retention_s=retention_s,
+                    retention_priority=retention_priority,
+                    expected_pause_s=expected_pause_s,
                     model=model,
                     identity=identity,
                     traceparent=traceparent,

@@ -1,6 +1,7 @@
 """Promises of the frames between processes: their sizes, and that nonsense is refused and never fatal."""
 
 import contextlib
+import math
 
 import numpy as np
 import pytest
@@ -201,7 +202,7 @@ def test_a_specification_crosses_the_link_unchanged() -> None:
         request_id="r", num_prompt_tokens=1, max_tokens=1, stop_token_ids=to_column([5]), sampling=b"s", grammar=b"",
         pooling=Pooling.MEAN, computes_whole_prompt=True, tenant="t", request_class="c", priority=-3,
         expected_output_tokens=4, cache_scope=b"x", model="m", identity=b"i", resume_info=b"f", traceparent="p",
-        session=b"y", ends_session=True,
+        session=b"y", ends_session=True, retention_s=60.0, retention_priority=2, expected_pause_s=1.5,
     )  # fmt: skip
     unset = {field for field, value in zip(spec._fields, spec, strict=True) if not value}
     submission = frontend_link.to_submission(spec, to_column([1]))
@@ -220,6 +221,10 @@ UNUSABLE = {
     "pooling": link_pb2.Submission(pooling=3, max_tokens=1),
     "pooling that generates": link_pb2.Submission(pooling=1),
     "longer prompt": link_pb2.Submission(num_prompt_tokens=5),
+    "retention without end": link_pb2.Submission(retention_s=math.inf),
+    "negative retention": link_pb2.Submission(retention_s=-1.0),
+    "retention priority": link_pb2.Submission(retention_s=1.0, retention_priority=10),
+    "expected pause": link_pb2.Submission(expected_pause_s=math.nan),
     "half a key": link_pb2.Submission(block_keys=bytes(31), block_size=1),
     "keys without size": link_pb2.Submission(block_keys=bytes(32)),
     "more keys than blocks": link_pb2.Submission(block_keys=bytes(64), block_size=4),

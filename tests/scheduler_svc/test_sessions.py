@@ -33,11 +33,20 @@ class _Agents:
         return [(first + index) % 997 for index in range(number)]
 
     def turn(
-        self, sequence: list[int], max_tokens: int = 8, tenant: str = "", *, name: bytes = b"", ends: bool = False
+        self,
+        sequence: list[int],
+        max_tokens: int = 8,
+        tenant: str = "",
+        *,
+        name: bytes = b"",
+        ends: bool = False,
+        pause_s: float = 0.0,
     ) -> int:
         """Submit a prompt, and return its stream."""
         stream = next(self._streams)
-        self.cluster.submit(stream, sequence, max_tokens, tenant=tenant, session=name, ends_session=ends)
+        self.cluster.submit(
+            stream, sequence, max_tokens, tenant=tenant, session=name, ends_session=ends, expected_pause_s=pause_s
+        )
         return stream
 
     def sequence(self, stream: int) -> list[int]:
@@ -108,6 +117,39 @@ def test_a_prompt_that_drops_the_earlier_answer_continues_its_session() -> None:
     agents.turn([*agents.cluster.readers[filling].prompt, *agents.new_tokens(60)])
 
     assert agents.num_held == 1
+
+
+def _pausing(pause_s: float) -> _Agents:
+    """Return agents of which one has ended a turn of 100 tokens, announced a pause, and paused for a second."""
+    agents = _Agents()
+    agents.serve()
+    agents.turn(agents.new_tokens(92), pause_s=pause_s)
+    agents.cluster.run()
+    agents.tick(1.0)
+    agents.tick()
+    return agents
+
+
+@pytest.mark.parametrize(("pause_s", "num_pausing"), [(0.0, 0), (0.4, 0), (0.6, 1), (30.0, 1)])
+def test_an_announced_pause_replaces_the_learned_one(pause_s: float, num_pausing: int) -> None:
+    """A session counts as ended after twice the pause that its client has announced, or the learned one of 2 ms."""
+    assert _pausing(pause_s).stats.sessions.pausing == num_pausing
+
+
+def test_the_chance_of_return_follows_from_the_announced_pause() -> None:
+    """The sooner a session is expected, the more of its working set counts; one without a hint is over."""
+    demands = []
+    for pause_s in (60.0, 10.0, 2.0):
+        agents = _pausing(pause_s)
+        found = agents.cluster.core._requests.sessions
+        assert found is not None
+        (demand,) = found.demand(2.0, agents.cluster.now).values()
+        demands.append(demand.max())
+
+    assert 0.0 < demands[0] < demands[1] < demands[2] < 150.0
+    found = _pausing(0.0).cluster.core._requests.sessions
+    assert found is not None
+    assert not found.demand(2.0, agents.cluster.now)
 
 
 def test_a_shared_prefix_does_not_make_a_session() -> None:

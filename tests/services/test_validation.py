@@ -169,6 +169,16 @@ INVALID: list[tuple[str, v1.GenerateRequest]] = [
         )
         for name, first, last in (("ttft_target", wrong, None), ("total_time_target", None, wrong))
     ],
+    *[
+        (f"scheduling.{name}", request(scheduling=v1.SchedulingOptions(**{name: wrong})))
+        for name in ("retention", "expected_pause")
+        for wrong in (Duration(), Duration(seconds=-1), Duration(nanos=10**9), Duration(seconds=86_401))
+    ],
+    (
+        "scheduling.retention_priority",
+        request(scheduling=v1.SchedulingOptions(retention=Duration(seconds=1), retention_priority=10)),
+    ),
+    ("scheduling.retention_priority", request(scheduling=v1.SchedulingOptions(retention_priority=1))),
     ("scheduling.cache_scope", request(scheduling=v1.SchedulingOptions(cache_scope="c" * 129))),
     ("scheduling.request_class", request(scheduling=v1.SchedulingOptions(request_class="r" * 129))),
     ("scheduling.tenant", request(scheduling=v1.SchedulingOptions(tenant="\x1b[2Jevil"))),

@@ -25,10 +25,13 @@ class _Key(SimpleNamespace):
 
 def _watched(**config: Any) -> Any:
     scenario = SimpleNamespace(shares_prefixes=True, state_bytes=0, windows=WindowShape(), config=CoreConfig(**config))
+    scenario.traffic = SimpleNamespace(retained=0.0, shared_salt=True)
     world = SimpleNamespace(scenario=scenario, coverage=Coverage(), now=0.0)
     one = {"w": object()}
     cluster = SimpleNamespace(epochs=one, sites=one, longest=lambda: 100)
-    return SimpleNamespace(world=world, cluster=cluster, clients=None, book=SimpleNamespace(sequence={}), stats=None)
+    return SimpleNamespace(
+        world=world, cluster=cluster, clients=None, book=SimpleNamespace(sequence={}), stats=None, tables=None
+    )
 
 
 # ---------------------------------------------------------------- evict.order

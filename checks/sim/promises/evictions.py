@@ -1,13 +1,23 @@
 """Which cached blocks are retained when memory is needed."""
 
+import math
 from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
 
 from checks.sim.coverage import Limit
 from checks.sim.promises.base import Promise, Watched
 from checks.sim.sites import Epoch
+from checks.sim.stream import Stream, prefix_hashes
 from records.rules.violation import StreamName, ViolationError
 from scheduler_svc.core.interface.plan import Plan
+from scheduler_svc.core.interface.records import EndReason
+from scheduler_svc.core.lifecycle.tables import FREE_STATE
 
+_RETAINING = (EndReason.STOP, EndReason.STOP_STRING, EndReason.LENGTH)
+_UNKNOWN = -1
+"""Hash of an unknown text. It may be retained for ever."""
 _APART = 2
 """Tolerance in steps, because the exact time at which a block becomes unused is not visible."""
 
@@ -25,8 +35,18 @@ class _Blocks:
         """Blocks that were found in the cache and not reassigned to a row for writing since."""
         self.before: dict[int, int] = {}
         """For each shared block, the previous block in the sequence, without which it cannot be found."""
+        self.texts: dict[int, int] = {}
+        """By shared block, the hash of the tokens up to its end."""
+        self.retained: dict[int, float] = {}
+        """Shared blocks that are surely retained, with the time at which the retention ends."""
         self.newest_evicted = 0
-        """The latest time since which an evicted block had been unused."""
+        """The latest time since which an evicted block had been unused. Retained blocks do not count."""
+        self.evictions: list[tuple[int, int]] = []
+        """Step of each eviction, and this time."""
+        self.newest_retained_evicted = 0
+        """The latest step in which a surely retained block was evicted."""
+        self.times: list[tuple[float, int]] = []
+        """Time and step of each plan."""
 
     def leave(self, row: int, step: int) -> None:
         """Record that a row has ended."""
@@ -35,23 +55,38 @@ class _Blocks:
             if not self.holders[block]:
                 self.unused_since[block] = step
 
-    def find(self, block: int, before: int | None) -> int | None:
+    def find(self, block: int, before: int | None, text: int) -> int | None:
         """Record that a row shares a block found after `before`; return the step since which the block was unused."""
         self.holders[block] += 1
         self.shared.add(block)
+        self.texts[block] = text
         if before is not None:
             self.before[block] = before
         return self.unused_since.pop(block, None)
 
-    def write(self, blocks: list[int]) -> None:
-        """Record that rows got blocks to write."""
-        evicted = [block for block in blocks if block in self.shared]
-        self.newest_evicted = max(self.newest_evicted, *map(self._found_until, evicted), 0)
+    def write(self, blocks: list[int], is_retained: Callable[[int], bool]) -> None:
+        """Record that rows got blocks to write; `is_retained` says for a text whether it may be retained."""
+        self.evicted([block for block in blocks if block in self.shared], is_retained)
         for block in blocks:
             self.holders[block] += 1
             self.unused_since.pop(block, None)
+
+    def evicted(self, evicted: list[int], is_retained: Callable[[int], bool]) -> None:
+        """Record that shared blocks were evicted before or with the newest plan."""
+        now, step = self.times[-1]
+        for block in evicted:
+            if self.retained.get(block, 0.0) > now:
+                self.newest_retained_evicted = step
+            if not is_retained(self.texts[block]):
+                self.evictions.append((step, self._found_until(block)))
+                self.newest_evicted = max(self.newest_evicted, self.evictions[-1][1])
         for block in evicted:
             self._lost(block)
+
+    def newest_evicted_after(self, time: float) -> int:
+        """Return `newest_evicted` of the evictions that are surely later than a time."""
+        step = next((step for now, step in reversed(self.times) if now < time), 0) + 1 + _APART
+        return max((since for at, since in self.evictions if at > step), default=0)
 
     def _found_until(self, block: int) -> int:
         """Return the step since which a block, or one before it, has been unused.
@@ -71,14 +106,20 @@ class _Blocks:
         for each in lost:
             self.shared.discard(each)
             self.before.pop(each, None)
+            self.retained.pop(each, None)
             lost += [after for after, before in self.before.items() if before == each]
 
 
 class LeastRecentlyUsedGoFirst(Promise):
-    """No block that is found in the cache was unused for longer than an evicted one.
+    """No block that is found in the cache was unused for longer than an evicted one, except for retained blocks.
+
+    No retained block was evicted while another one was in the cache that is not retained. When the retention has ended,
+    the block is evicted like the others.
 
     Failed rows and swapped-out KV remove blocks from the cache for other reasons. The check therefore covers only
-    workers without host memory, until their first row failure.
+    workers without host memory, until their first row failure. Retention is only checked with one worker. A block is
+    surely retained only if its tenant has a cache scope of its own, if all tenants together do not retain more than the
+    share, and if a row still held the block when the retention began.
     """
 
     def __init__(self, watched: Watched) -> None:
@@ -87,7 +128,33 @@ class LeastRecentlyUsedGoFirst(Promise):
         # With recurrent state or windows, a block is found only through a boundary, which may be evicted before it.
         has_boundaries = scenario.state_bytes or scenario.windows.num_groups > 1
         self._applies = scenario.shares_prefixes and not has_boundaries and self.config.prefix_cache == "hash"
+        self._has_hints = scenario.traffic.retained > 0
+        self._tables = watched.tables
+        self._has_scopes = not scenario.traffic.shared_salt
+        self._wanted: dict[int, float] = {}
+        """By hash of a text, the time until which a request wanted to retain its KV."""
         self._blocks: dict[Epoch, _Blocks] = {}
+
+    def ended(self, stream: Stream) -> None:
+        if not stream.demand.retention_s or stream.end not in _RETAINING:
+            return
+        now = self.world.now
+        texts = prefix_hashes(stream.first_tokens(stream.num_known), stream.demand.salt)
+        self._wanted[_UNKNOWN] = math.inf
+        for text in texts:
+            self._wanted[text] = max(self._wanted.get(text, 0.0), now + stream.demand.retention_s)
+        for epoch, blocks in self._blocks.items():
+            size, most = epoch.model.block_size, int(self.config.retention_share * epoch.model.num_blocks)
+            num_wanted = sum(until > now for until in self._wanted.values())
+            if num_wanted // size > most or not self._has_scopes or self.config.max_tokens_in_paged_kv_cache:
+                blocks.retained.clear()
+                continue
+            if stream.end is EndReason.STOP_STRING:
+                continue
+            ours = set(texts)
+            for block in blocks.shared:
+                if blocks.texts[block] in ours and blocks.holders[block]:
+                    blocks.retained[block] = self._wanted[blocks.texts[block]]
 
     def plan_made(self, plan: Plan, epoch: Epoch) -> None:
         if not self._applies or epoch.failed or epoch.model.num_host_blocks:
@@ -97,27 +164,54 @@ class LeastRecentlyUsedGoFirst(Promise):
             for other in [each for each in self._blocks if each.is_lost]:
                 del self._blocks[other]
             blocks = self._blocks[epoch] = _Blocks()
+        blocks.times.append((self.world.now, plan.step))
         for row in plan.leaves.tolist():
             blocks.leave(row, plan.step)
-        newest_evicted = blocks.newest_evicted
+        is_alone = self._has_hints and len(self.cluster.epochs) == 1
+        newest_evicted, newest_retained_evicted = blocks.newest_evicted, blocks.newest_retained_evicted
         for admission in plan.admissions:
+            name = StreamName(admission.frontend, admission.stream)
             table: list[int] = admission.blocks.tolist()
             num_shared = admission.num_computed_tokens // epoch.model.block_size
             blocks.tables[admission.row] = table
-            for before, block in zip([None, *table], table[:num_shared], strict=False):
-                since = blocks.find(block, before)
-                if since is not None and newest_evicted:
+            texts = self._texts(name, num_shared, epoch.model.block_size)
+            for before, block, text in zip([None, *table], table[:num_shared], texts, strict=False):
+                since = blocks.find(block, before, text)
+                if since is None:
+                    continue
+                until, newest = self._wanted.get(text), newest_evicted
+                is_over = until is not None and until <= self.world.now
+                if until is not None:
+                    newest = blocks.newest_evicted_after(until) if is_over and is_alone else 0
+                    if newest_evicted:
+                        self.seen(Limit.RETENTION_ENDED if is_over else Limit.RETAINED)
+                elif newest_evicted:
                     self.seen(Limit.FOUND_AFTER_EVICTION)
-                    if since + _APART <= newest_evicted:
-                        what = (
-                            f"block {block}, unused since step {since}, is found; one of step {newest_evicted} is gone"
-                        )
-                        raise ViolationError("evict.order", what, StreamName(admission.frontend, admission.stream))
+                if since + _APART <= newest:
+                    what = f"block {block}, unused since step {since}, is found; one of step {newest} is gone"
+                    raise ViolationError("evict.order" if until is None else "retain.end", what, name)
+                if is_alone and until is None and since + _APART <= newest_retained_evicted:
+                    what = f"block {block}, unused since step {since}, is found; a retained one was evicted in step"
+                    raise ViolationError("retain.order", f"{what} {newest_retained_evicted}", name)
             # A later admission of this plan may already share these blocks, with their new content.
-            blocks.write(table[num_shared:])
+            blocks.write(table[num_shared:], self._wanted.__contains__)
         given: list[int] = []
         for row, block in zip(plan.append_rows.tolist(), plan.append_blocks.tolist(), strict=True):
             blocks.tables[row].append(block)
             given.append(block)
         # A block shared in this plan is not evicted by the same plan.
-        blocks.write(given)
+        blocks.write(given, self._wanted.__contains__)
+        if is_alone:
+            # Blocks that were evicted in advance, after the plan was made.
+            (device,) = [each.device for each in self._tables().block_maps]
+            free = set(np.flatnonzero(device.cells() == FREE_STATE).tolist())
+            blocks.evicted(sorted(free & blocks.shared), self._wanted.__contains__)
+
+    def _texts(self, name: StreamName, num_shared: int, size: int) -> list[int]:
+        """Return the hashes of the texts of a stream's first blocks; all 0 if no request retains anything."""
+        if not self._has_hints or not num_shared:
+            return [0] * num_shared
+        stream = self.clients.live.get(name)
+        if stream is None:
+            return [_UNKNOWN] * num_shared
+        return prefix_hashes(stream.first_tokens(num_shared * size), stream.demand.salt)[size - 1 :: size]

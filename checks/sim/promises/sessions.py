@@ -4,7 +4,7 @@ from collections import Counter
 
 from checks.sim.coverage import Limit
 from checks.sim.promises.base import Promise, Watched
-from checks.sim.stream import Stream
+from checks.sim.stream import Stream, prefix_hashes
 from records.rules.violation import StreamName, ViolationError
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
@@ -45,7 +45,7 @@ class OnlyNewSessionsWait(Promise):
         if not isinstance(event, ev.RequestArrived) or not self._sequences:
             return
         name = StreamName(event.frontend, event.stream)
-        hashes = _hashes(event.token_ids.tolist(), event.spec.cache_scope)
+        hashes = prefix_hashes(event.token_ids.tolist(), event.spec.cache_scope)
         earlier = next((each for each in reversed(hashes[:-1]) if each in self._sequences), None)
         with_stem: set[int] = set().union(*(self._stems.get(each, ()) for each in hashes)) - {earlier}
         self._num_returns += earlier is not None or bool(with_stem)
@@ -63,7 +63,7 @@ class OnlyNewSessionsWait(Promise):
         if not self.config.holds_sessions or not stream.tokens or stream.demand.pooling is not Pooling.NONE:
             return
         num_prompt, num_tokens = len(stream.demand.prompt), stream.num_known
-        hashes = _hashes(stream.first_tokens(num_tokens), stream.demand.salt)
+        hashes = prefix_hashes(stream.first_tokens(num_tokens), stream.demand.salt)
         is_known = stream.end in (EndReason.LENGTH, EndReason.STOP) and stream.placements == 1
         is_known &= not (stream.demand.scored or stream.row_failed or hashes[-1] in self._sequences)
         sizes = {epoch.model.block_size for epoch in self.cluster.epochs.values()}
@@ -102,12 +102,3 @@ class OnlyNewSessionsWait(Promise):
             if max(each.since, self._regular_since) < now - self.config.session_wait_s - patience:
                 what = f"it waits for memory for a session since {each.since:.3f}"
                 raise ViolationError("session.bound", what, name)
-
-
-def _hashes(tokens: list[int], scope: bytes) -> list[int]:
-    """Return a hash of each prefix of a sequence under a cache scope."""
-    hashes, present = [], hash(scope)
-    for token in tokens:
-        present = hash((present, token))
-        hashes.append(present)
-    return hashes

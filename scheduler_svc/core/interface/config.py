@@ -60,6 +60,8 @@ class CoreConfig:
     batching: BatchingLimits = field(default_factory=BatchingLimits)
     session_wait_s: float = 300.0
     """Longest wait of a new session for memory for its working set; 0 if new sessions do not wait."""
+    retention_share: float = 0.5
+    """Part of a worker's KV blocks that requests can retain for a time of their choice."""
     policy_preemption: str = "auto"
     """"on" if a waiting request may preempt running requests of lower rank; "auto" if policy and capacity decide."""
     preempt_threshold: float = 5.0
@@ -121,6 +123,10 @@ class CoreConfig:
             raise InvalidLimitsError(
                 "policy_preemption: on contradicts capacity guaranteed_no_evict, which never preempts a started"
                 " request; use auto or off, or capacity max_utilization"
+            )
+        if not 0.0 <= self.retention_share <= 1.0:
+            raise InvalidLimitsError(
+                f"retention_share: {self.retention_share} is not in [0, 1]; use 0 to retain nothing"
             )
         if self.max_plans_in_flight not in (1, 2):
             raise InvalidLimitsError(f"max_plans_in_flight: {self.max_plans_in_flight} is not supported; use 1 or 2")

@@ -375,8 +375,11 @@ class RequestRegistry:
         num_generated = request.num_generated
         self.ended[reason] += 1
         kept = num_generated if completion_tokens is None else completion_tokens
+        num_tokens = request.spec.num_prompt_tokens + kept
+        if request.spec.retention_s and reason in _NATURAL_ENDS:
+            for worker in self._fleet:
+                worker.retain(request, num_tokens, now + request.spec.retention_s)
         if self.sessions is not None:
-            num_tokens = request.spec.num_prompt_tokens + kept
             self.sessions.ended(request, num_tokens, now, is_complete=reason in _NATURAL_ENDS)
         what = f"ended: {reason.value}, {kept} tokens"
         request.note(now, NoteKind.ENDED, f"{what} ({message})" if message else what)

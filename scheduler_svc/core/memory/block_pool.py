@@ -8,7 +8,7 @@ A block is in exactly one of four states:
   is the classic bug in asynchronous scheduling.) The public count of held blocks includes retired blocks.
 * *cached*: only the prefix cache refers to it. (A held block may be in the cache too.) When no free block is left, the
   least recently used cached block is reused. `keep_reserve` evicts the blocks that the next plan may need, at a time
-  when no worker waits for a plan.
+  when no worker waits for a plan. Requests can retain cached blocks for a time (`retention`); these are reused last.
 
 Invariant: free + cached + retired + held == total.
 
@@ -27,6 +27,7 @@ from scheduler_svc.core.interface.arrays import BoolArray, IndexArray, all_of, a
 from scheduler_svc.core.memory.host_keys import BlockEntry
 from scheduler_svc.core.memory.prefix_cache import PrefixCache
 from scheduler_svc.core.memory.recency import RecencyQueue
+from scheduler_svc.core.memory.retention import Retention
 
 _RESERVE_PART = 32
 """At most one block in this many is evicted before its memory is needed."""
@@ -59,8 +60,14 @@ class Content(Protocol):
 class BlockPool:
     """Blocks [0, num_blocks) with reference counts and deferred reuse."""
 
-    def __init__(self, num_blocks: int, cache: PrefixCache | None = None) -> None:
-        """Make a pool of free blocks. Without `cache`, it creates a cache for full blocks only."""
+    def __init__(self, num_blocks: int, cache: PrefixCache | None = None, retention_share: float = 0.0) -> None:
+        """Make a pool of free blocks.
+
+        Args:
+            num_blocks: number of blocks.
+            cache: the prefix cache; by default one for full blocks only.
+            retention_share: part of the blocks that requests can retain.
+        """
         self.num_blocks = num_blocks
         self.cache = PrefixCache(num_blocks) if cache is None else cache
         self._content: Content = self.cache
@@ -81,6 +88,8 @@ class BlockPool:
         self._read_in: dict[int, int] = {}
         """By block in a table, the newest step without a result that copies from it, ordered by step."""
         self._cached = RecencyQueue(num_blocks)
+        self.retention = Retention(num_blocks, retention_share)
+        """The blocks that requests have asked to retain; read-only."""
         self._num_taken = 0
         """Number of blocks taken since the last call of `keep_reserve` or `num_taken`."""
         self.max_saved = 0
@@ -148,6 +157,23 @@ class BlockPool:
         They are a part of a chain, in order of position.
         """
         return self._cached.oldest(most)
+
+    def retain(self, blocks: IndexArray, tenant: str, priority: int, until: float) -> None:
+        """Retain blocks in the cache, see `Retention.retain`."""
+        self._set_levels(self.retention.retain(blocks, tenant, priority, until))
+
+    def end_retention(self, now: float) -> None:
+        """End the retention of blocks for which it is due."""
+        ended = self.retention.ended(now)
+        if len(ended):
+            self._set_levels(ended)
+
+    def _set_levels(self, blocks: IndexArray) -> None:
+        """Move cached blocks to the places in the queue that belong to their retention."""
+        cached = blocks[self._claims[blocks] < _NONE]
+        levels = self.retention.levels(cached)
+        for level in np.unique(levels).tolist():
+            self._cached.set_level(cached[levels == level], level)
 
     def evict(self, blocks: IndexArray) -> None:
         """Evict cached blocks that no table holds."""
@@ -277,6 +303,8 @@ class BlockPool:
             self._claims[blocks] = _CACHED
             self._cached.append(blocks)
             self.num_cached += len(blocks)
+            if self.retention:
+                self._set_levels(blocks)
 
     def _uncache(self, blocks: IndexArray) -> None:
         if len(blocks):
@@ -306,6 +334,7 @@ class BlockPool:
     def _forget(self, blocks: IndexArray) -> None:
         """Evict blocks and all blocks that can only be found through them. Blocks without references become free."""
         gone = self._content.forget(blocks)
+        self.retention.forget(gone)
         idle = self._claims[gone] < _NONE
         if not all_of(idle):
             gone = gone[idle]
@@ -340,4 +369,8 @@ class BlockPool:
         waiting = sum(int(np.count_nonzero(claims[blocks] == claim)) for _, claim, blocks in self._retired)
         assert waiting == self.num_retired, "a retired block waits for no step"
         assert sorted(self._cached.validate()) == np.flatnonzero(cached).tolist(), "a cached block is not queued"
+        self.retention.validate()
+        levels = self.retention.levels(np.arange(self.num_blocks))
+        assert self._content.holds[levels > 0].all(), "a block is retained that is not in the cache"
+        assert np.array_equal(self._cached.levels(np.flatnonzero(cached)), levels[cached]), "a level is not up to date"
         self._content.validate()

@@ -3,6 +3,8 @@
 A request has hundreds of blocks, which are mostly used and evicted together. Blocks that were last used together
 therefore form one *group*, and each operation takes a few array operations per affected group. A block that is used
 again moves to a new group. A group is compacted when more than half of its blocks have moved.
+
+Blocks with a higher *level* come after all blocks with a lower one. A change of the level does not count as a use.
 """
 
 from collections import OrderedDict
@@ -12,10 +14,14 @@ import numpy as np
 
 from scheduler_svc.core.interface.arrays import IndexArray, all_of
 
+MAX_LEVEL = 15
+"""The highest level; the lowest is 0."""
+_NUM_LEVELS = MAX_LEVEL + 1
+
 
 @dataclass(slots=True)
 class _Group:
-    """Blocks that were last used together."""
+    """Blocks that were last used together and have the same level."""
 
     blocks: IndexArray
     """Blocks in order of their positions in a sequence. Some may have left the group."""
@@ -28,26 +34,68 @@ class RecencyQueue:
 
     def __init__(self, num_blocks: int) -> None:
         self._groups: OrderedDict[int, _Group] = OrderedDict()
-        """By number, least recently used first; no group is empty."""
+        """Groups of level 0 by number, least recently used first; no group is empty."""
+        self._higher: dict[int, OrderedDict[int, _Group]] = {}
+        """The same for each other level with groups."""
         self._group_of = np.zeros(num_blocks, np.int64)
-        """For each block, its group's number; 0 if not in the queue."""
-        self._last_group = 0
+        """For each block, its group's number; 0 if not in the queue. The number is the time of the last use times
+        `_NUM_LEVELS`, plus the level.
+        """
+        self._newest = 0
+        """The newest time of use."""
+        self._oldest = 0
+        """The oldest time of use; below 0 if blocks were prepended."""
 
     def append(self, chain: IndexArray) -> None:
-        """Add blocks that are not in the queue as the most recently used ones.
+        """Add blocks that are not in the queue as the most recently used ones of level 0.
 
         Args:
             chain: at least one block number, in order of the positions in a sequence.
         """
-        self._last_group += 1
-        self._group_of[chain] = self._last_group
+        self._newest += 1
+        number = self._newest * _NUM_LEVELS
+        self._group_of[chain] = number
         # Copy, because `chain` may be a view of a long table.
-        self._groups[self._last_group] = _Group(chain.copy(), len(chain))
+        self._groups[number] = _Group(chain.copy(), len(chain))
 
     def prepend(self, chain: IndexArray) -> None:
         """Like `append`, but as the least recently used blocks."""
-        self.append(chain)
-        self._groups.move_to_end(self._last_group, last=False)
+        self._oldest -= 1
+        number = self._oldest * _NUM_LEVELS
+        self._group_of[chain] = number
+        self._groups[number] = _Group(chain.copy(), len(chain))
+        self._groups.move_to_end(number, last=False)
+
+    def set_level(self, blocks: IndexArray, level: int) -> None:
+        """Move blocks in the queue to a level.
+
+        Args:
+            blocks: in any order. Of the blocks of a group, those that move up have earlier positions than those that
+                stay, and those that move down have later positions than those that stay.
+            level: the level, at most `MAX_LEVEL`.
+        """
+        numbers = self._group_of[blocks]
+        for number in np.unique(numbers[numbers % _NUM_LEVELS != level]).tolist():
+            group, target = self._level(number % _NUM_LEVELS)[number], number - number % _NUM_LEVELS + level
+            left = self._present(number, group)
+            moved = left[np.isin(left, blocks[numbers == number])]
+            groups = self._level(level)
+            present = self._present(target, groups[target]) if target in groups else moved[:0]
+            self._group_of[moved] = target
+            self._shrink(number, len(moved))
+            is_up = level > number % _NUM_LEVELS
+            joined = np.concatenate((present, moved) if is_up else (moved, present))
+            is_last = not groups or target >= next(reversed(groups))
+            groups[target] = _Group(joined, len(joined))
+            if not is_last:
+                ordered = sorted(groups.items())
+                groups.clear()
+                groups.update(ordered)
+
+    def levels(self, blocks: IndexArray) -> IndexArray:
+        """Return the levels of blocks in the queue."""
+        found: IndexArray = self._group_of[blocks] % _NUM_LEVELS
+        return found
 
     def remove(self, blocks: IndexArray) -> None:
         """Remove at least one block from the queue, in any order. All must be in it."""
@@ -64,13 +112,19 @@ class RecencyQueue:
 
         A chain's end comes before its start, because blocks after an evicted block can no longer be found.
         """
-        number, group = next(iter(self._groups.items()))
+        groups = self._groups or self._higher[min(self._higher)]
+        number, group = next(iter(groups.items()))
         return self._present(number, group)[-most:]
 
     def validate(self) -> list[int]:
         """Check that no group uses too much memory; return the blocks, least recently used first."""
         found: list[int] = []
-        for number, group in self._groups.items():
+        levels = [(0, self._groups), *sorted(self._higher.items())]
+        assert all(groups for _, groups in levels[1:]), "a level without groups"
+        for level, groups in levels:
+            assert list(groups) == sorted(groups), "groups are not ordered by use"
+            assert all(number % _NUM_LEVELS == level for number in groups), "a group is in the wrong level"
+        for number, group in [each for _, groups in levels for each in groups.items()]:
             present = self._present(number, group).tolist()
             assert len(present) == group.num_left > 0, "a group is miscounted"
             assert len(group.blocks) <= 2 * group.num_left, "a group holds on to blocks that have left it"
@@ -84,11 +138,19 @@ class RecencyQueue:
         present: IndexArray = group.blocks[self._group_of[group.blocks] == number]
         return present
 
+    def _level(self, level: int) -> OrderedDict[int, _Group]:
+        """Return the groups of a level, by number."""
+        return self._groups if not level else self._higher.setdefault(level, OrderedDict())
+
     def _shrink(self, number: int, count: int) -> None:
         """Record that `count` blocks have left a group."""
-        group = self._groups[number]
+        level = number % _NUM_LEVELS
+        groups = self._groups if not level else self._higher[level]
+        group = groups[number]
         group.num_left -= count
         if not group.num_left:
-            del self._groups[number]
+            del groups[number]
+            if level and not groups:
+                del self._higher[level]
         elif 2 * group.num_left < len(group.blocks):
             group.blocks = self._present(number, group)

@@ -7,7 +7,7 @@ earlier prompt, the *stem*, continues the session, too, unless other sessions ha
 a prompt do not count, because they may only open the answer. Clients do nothing for this.
 
 A client may name a session instead. Then its prompts need not extend each other. A name is valid within a tenant and a
-cache scope.
+cache scope. A client may also announce the pause after a turn, which then replaces the mean pause for this session.
 
 Each request has a slot in a table from its arrival on, and while its session pauses after it. The table has a fixed
 size. If it is full, the session that has paused longest is dropped. A tenant with a quarter of the table drops its own.
@@ -46,7 +46,7 @@ _MAX_EVENTS = 64.0
 _MAX_TURNS = 64.0
 """Upper bound on the expected number of further turns."""
 _UNKNOWN_PAUSE_S = 60.0
-"""Pause after which a session counts as ended before any pause of its kind is known, s."""
+"""Pause after which a session counts as ended before any pause of its kind is known or announced, s."""
 _LONGEST_PAUSE_S = 600.0
 """Longer pauses count as this one in the mean, s."""
 _PAUSES = 2.0
@@ -56,8 +56,9 @@ _REVIEW_S = 0.25
 SessionName = tuple[str, bytes, bytes]
 """Tenant, cache scope, and the client's name for the session."""
 _OWN, _GROWTH, _AHEAD, _CHANCE, _PAUSE, _SINCE, _DUE, _STATE, _TENANT = range(9)
-"""Columns of the table: own tokens, growth per turn in tokens, expected further turns, chance of another turn, mean
-pause in s, start of the pause in s, time at which it counts as ended in s, state, number of the tenant.
+"""Columns of the table: own tokens, growth per turn in tokens, expected further turns, chance of another turn,
+announced or mean pause in s, start of the pause in s, time at which it counts as ended in s, state, number of the
+tenant.
 """
 _FREE, _PAUSING, _ACTIVE, _AT_GATE = 0.0, 1.0, 2.0, 3.0
 """Values of the column `_STATE`."""
@@ -507,13 +508,10 @@ class Sessions:
         is_pausing = state == _PAUSING
         # The later prompts of a named session may be shorter than the tokens that it shared when it began.
         own = max(0, (session.total if is_pausing else len(request.tokens)) - session.shared)
-        if not habits.num_returns:
-            due = now + _UNKNOWN_PAUSE_S if is_pausing else np.inf
-            self._table[slot] = (own, 0.0, 0.0, 0.0, 1.0, now, due, state, tenant)
-            return
-        pause_s = max(habits.pause_s, 1e-3)
+        pause_s = request.spec.expected_pause_s or habits.pause_s or _UNKNOWN_PAUSE_S / _PAUSES
+        pause_s = max(pause_s, 1e-3)
         due = now + _PAUSES * pause_s if is_pausing else np.inf
-        ahead, chance = habits.turns_ahead(turn), habits.chance(turn)
+        ahead, chance = (habits.turns_ahead(turn), habits.chance(turn)) if habits.num_returns else (0.0, 0.0)
         self._table[slot] = (own, habits.growth, ahead, chance, pause_s, now, due, state, tenant)
 
     def _tenant(self, slot: int) -> int:

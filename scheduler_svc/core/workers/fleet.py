@@ -190,7 +190,7 @@ class Fleet:
             max_tokens_per_step=hello.max_tokens_per_step,
             max_model_len=max_model_len,
             rows=RowTable(hello.max_rows, hello.block_size, -(-max_model_len // hello.block_size)),
-            pool=BlockPool(num_blocks, cache),
+            pool=BlockPool(num_blocks, cache, config.retention_share),
             costs=costs,
             timing=PlanTiming(),
             speculation=Speculation(0 if is_recurrent else hello.max_draft_tokens, costs),

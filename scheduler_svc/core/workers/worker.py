@@ -613,6 +613,17 @@ class Worker:
         blocks = self.pool.cache.match(self._keys(request)[: KEY_BYTES * num_blocks])
         return int(blocks[-1]) if 0 < len(blocks) == num_blocks else None
 
+    def retain(self, request: Request, num_tokens: int, until: float) -> None:
+        """Retain the cached blocks of a request's first tokens until a time, in s; see `Retention`."""
+        # The recurrent state of a checkpoint cannot be retained, and blocks are of no use without it.
+        if not self.shares_prefixes or self.checkpoints is not None:
+            return
+        blocks = self.pool.cache.match(self._keys(request)[: KEY_BYTES * (num_tokens // self.rows.block_size)])
+        if self.windows is not None:
+            blocks = self.shared_blocks(Match(blocks[: self.windows.reach(blocks)]))
+        if len(blocks):
+            self.pool.retain(blocks, request.spec.tenant, request.spec.retention_priority, until)
+
     def prove_prefilled(self, rows: IndexArray) -> None:
         """Mark these rows' cached blocks as proven, so that others can copy from them.
 

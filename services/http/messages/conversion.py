@@ -24,6 +24,7 @@ _FIELDS = {
 _BILLING = "x-anthropic-billing-header:"
 _SERVER_TOOLS = ("web_search_", "web_fetch_", "code_execution_", "tool_search_", "mcp_toolset", "advisor_")
 """Type prefixes of tools that run on Anthropic's servers."""
+_LIFETIMES_S = {"5m": 300.0, "1h": 3600.0}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -44,6 +45,8 @@ def to_chat(body: CountTokensBody) -> ConvertedChat:
         "messages": [message for message, _ in messages],
         **options_of(body, ScheduledBody),
     }
+    if body.retention_s is None:
+        chat["retention_s"] = max(_lifetimes(body), default=None)
     tools: list[MessagesTool] = []
     for number, tool in enumerate(body.tools or ()):
         if _is_callable(tool, f"tools[{number}]"):
@@ -86,6 +89,20 @@ def to_chat(body: CountTokensBody) -> ConvertedChat:
             "top_k": body.top_k,
         }
     return ConvertedChat(chat, names)
+
+
+def _lifetimes(body: CountTokensBody) -> Iterator[float]:
+    """Yield the times to live that the request's cache breakpoints specify, s."""
+    contents = [body.system, *(turn.content for turn in body.messages)]
+    marked: list[Block | MessagesTool | CountTokensBody] = [body, *(body.tools or ())]
+    for content in contents:
+        for block in () if content is None or isinstance(content, str) else content:
+            marked.append(block)
+            if isinstance(block.content, list):
+                marked += block.content
+    for each in marked:
+        if each.cache_control is not None and each.cache_control.ttl is not None:
+            yield _LIFETIMES_S[each.cache_control.ttl]
 
 
 def _system(system: str | list[Block] | None) -> str:

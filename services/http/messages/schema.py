@@ -12,6 +12,15 @@ from services.text.chat import MAX_MESSAGES
 _MAX_TOOLS = 512
 
 
+class CacheControl(OpenBody):
+    """A cache breakpoint. Prefixes are found without it."""
+
+    type: str = "ephemeral"
+    ttl: Literal["5m", "1h"] | None = Field(
+        default=None, description="the longest one in the request is used as retention_s"
+    )
+
+
 class Block(OpenBody):
     """A message block: text, thinking, a tool call, or a tool result."""
 
@@ -22,6 +31,7 @@ class Block(OpenBody):
     input: JsonObject = Field(default_factory=dict)
     tool_use_id: str = ""
     content: "str | Annotated[list[Block], Field(fail_fast=True), at_most(MAX_MESSAGES)] | None" = None
+    cache_control: CacheControl | None = None
 
 
 class Turn(OpenBody):
@@ -39,6 +49,7 @@ class MessagesTool(OpenBody):
     description: str | None = None
     input_schema: JsonObject | None = None
     strict: bool | None = None
+    cache_control: CacheControl | None = None
 
 
 class MessagesToolChoice(OpenBody):
@@ -97,7 +108,7 @@ class CountTokensBody(ScheduledBody):
     output_format: OutputFormat | None = Field(default=None, description="the old name of output_config.format")
     betas: Ignored = Field(default=None, description=_NO_EFFECT)
     billing_policy: Ignored = Field(default=None, description=_NO_EFFECT)
-    cache_control: Ignored = Field(default=None, description="accepted without effect: prefixes are found by content")
+    cache_control: CacheControl | None = None
     compaction: Ignored = Field(default=None, description="accepted without effect: the context is never cut")
     context_management: Ignored = Field(default=None, description="accepted without effect: the context is never cut")
     diagnostics: Ignored = Field(default=None, description=_NO_EFFECT)

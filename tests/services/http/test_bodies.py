@@ -54,7 +54,7 @@ def test_every_option_reaches_the_request() -> None:
         include_stop_str_in_output=True, ignore_eos=True, min_tokens=2, skip_special_tokens=False, logprobs=4,
         prompt_logprobs=2, echo=True, truncate_prompt_tokens=10, priority=5, cache_salt="s", tenant="t",
         request_class="c", expected_output_tokens=6, ttft_target_s=0.5, total_time_target_s=2, user="ignored",
-        session_id="a", ends_session=True,
+        session_id="a", ends_session=True, retention_s=60, retention_priority=4, expected_pause_s=1.5,
     )  # fmt: skip
     expected = v1.GenerateRequest(
         request_id="id",
@@ -74,11 +74,13 @@ def test_every_option_reaches_the_request() -> None:
         ),
         scheduling=v1.SchedulingOptions(
             priority=-5, cache_scope="s", tenant="t", request_class="c", expected_output_tokens=6, session_id="a",
-            ends_session=True,
+            ends_session=True, retention_priority=4,
         ),
     )  # fmt: skip
     expected.scheduling.ttft_target.FromMilliseconds(500)
     expected.scheduling.total_time_target.FromSeconds(2)
+    expected.scheduling.retention.FromSeconds(60)
+    expected.scheduling.expected_pause.FromMilliseconds(1500)
 
     assert request == expected
 
@@ -239,6 +241,10 @@ def test_only_allowed_tools_may_be_called(mode: str) -> None:
         ({"seed": 2**64}, "seed: must be < 18446744073709551616"),
         ({"n": 0}, "n: must be >= 1"),
         ({"ttft_target_s": 0}, "ttft_target_s: must be > 0"),
+        ({"retention_s": 0}, "retention_s: must be > 0"),
+        ({"retention_s": 86401}, "retention_s: must be <= 86400"),
+        ({"retention_priority": 10}, "retention_priority: must be <= 9"),
+        ({"expected_pause_s": -1}, "expected_pause_s: must be > 0"),
         ({"ttft_target_s": 1e9}, "ttft_target_s: must be <= 31536000"),
         ({"stop": [1]}, "stop[0]: must be a string"),
         ({"stop": {}}, "stop: must be a string or a list"),

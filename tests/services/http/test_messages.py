@@ -119,6 +119,33 @@ def test_blocks_become_turns() -> None:
     assert chat.chat_template_kwargs == {"enable_thinking": False}
 
 
+@pytest.mark.parametrize("place", ["request", "system", "tool", "message", "tool result", "none"])
+def test_the_longest_lifetime_of_a_breakpoint_is_the_retention(place: str) -> None:
+    """A `ttl` in `cache_control` anywhere in the request retains its KV; the longest counts; without one, none does."""
+
+    def marked(block: dict[str, Any], here: str, ttl: str = "1h") -> dict[str, Any]:
+        return block | ({"cache_control": {"type": "ephemeral", "ttl": ttl}} if place == here else {})
+
+    text = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [marked(text, "tool result")]}
+    first = marked({"type": "text", "text": "y"}, "message", "5m")
+    request = body(
+        messages=[{"role": "user", "content": [first, marked(text, "message"), result]}],
+        system=[marked(text, "system")],
+        tools=[marked({"name": "f", "input_schema": {"type": "object"}}, "tool")],
+        **marked({}, "request"),
+    )
+
+    assert to_chat(request).body["retention_s"] == (None if place == "none" else 3600)
+    assert to_chat(request.model_copy(update={"retention_s": 7.0})).body["retention_s"] == 7
+
+
+def test_an_unknown_lifetime_is_refused() -> None:
+    """Only the lifetimes of Anthropic's API are known; the message names the field."""
+    with pytest.raises(InvalidRequestError, match=r"cache_control\.ttl"):
+        body(messages=[USER], cache_control={"type": "ephemeral", "ttl": "2h"})
+
+
 def test_what_claude_code_sends_is_understood() -> None:
     """Its billing block, whose hash differs between requests, is not part of the prompt; server tools are omitted."""
     system = [

@@ -559,6 +559,9 @@ class Submission(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
     ENDS_SESSION_FIELD_NUMBER: _builtins.int
+    RETENTION_S_FIELD_NUMBER: _builtins.int
+    RETENTION_PRIORITY_FIELD_NUMBER: _builtins.int
+    EXPECTED_PAUSE_S_FIELD_NUMBER: _builtins.int
     stream: _builtins.int
     """Number of the stream, chosen by the front end, below 2^31. A second submission of a live stream is ignored."""
     request_id: _builtins.str
@@ -629,6 +632,12 @@ class Submission(_message.Message):
     """
     ends_session: _builtins.bool
     """The session ends with this request."""
+    retention_s: _builtins.float
+    """Time after the end of the request for which its KV is retained, s, at most a day; 0: as long as memory permits."""
+    retention_priority: _builtins.int
+    """Retained KV with a lower priority is evicted first; at most 9."""
+    expected_pause_s: _builtins.float
+    """Expected time from the end of the request to the next turn of its session, s, at most a day; 0: unknown."""
     def __init__(
         self,
         *,
@@ -661,10 +670,13 @@ class Submission(_message.Message):
         model: _builtins.str = ...,
         session: _builtins.bytes = ...,
         ends_session: _builtins.bool = ...,
+        retention_s: _builtins.float = ...,
+        retention_priority: _builtins.int = ...,
+        expected_pause_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "again", b"again", "block_keys", b"block_keys", "block_size", b"block_size", "cache_scope", b"cache_scope", "computes_whole_prompt", b"computes_whole_prompt", "credit", b"credit", "deadline_ns", b"deadline_ns", "ends_session", b"ends_session", "expected_output_tokens", b"expected_output_tokens", "grammar", b"grammar", "identity", b"identity", "max_tokens", b"max_tokens", "model", b"model", "num_prompt_tokens", b"num_prompt_tokens", "pooling", b"pooling", "priority", b"priority", "request_class", b"request_class", "request_id", b"request_id", "resume_info", b"resume_info", "sampling", b"sampling", "session", b"session", "stop_token_ids", b"stop_token_ids", "stream", b"stream", "tenant", b"tenant", "token_ids", b"token_ids", "total_time_target_ns", b"total_time_target_ns", "traceparent", b"traceparent", "ttft_target_ns", b"ttft_target_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "again", b"again", "block_keys", b"block_keys", "block_size", b"block_size", "cache_scope", b"cache_scope", "computes_whole_prompt", b"computes_whole_prompt", "credit", b"credit", "deadline_ns", b"deadline_ns", "ends_session", b"ends_session", "expected_output_tokens", b"expected_output_tokens", "expected_pause_s", b"expected_pause_s", "grammar", b"grammar", "identity", b"identity", "max_tokens", b"max_tokens", "model", b"model", "num_prompt_tokens", b"num_prompt_tokens", "pooling", b"pooling", "priority", b"priority", "request_class", b"request_class", "request_id", b"request_id", "resume_info", b"resume_info", "retention_priority", b"retention_priority", "retention_s", b"retention_s", "sampling", b"sampling", "session", b"session", "stop_token_ids", b"stop_token_ids", "stream", b"stream", "tenant", b"tenant", "token_ids", b"token_ids", "total_time_target_ns", b"total_time_target_ns", "traceparent", b"traceparent", "ttft_target_ns", b"ttft_target_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

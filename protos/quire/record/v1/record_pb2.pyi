@@ -1071,6 +1071,9 @@ class Spec(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
     ENDS_SESSION_FIELD_NUMBER: _builtins.int
+    RETENTION_S_FIELD_NUMBER: _builtins.int
+    RETENTION_PRIORITY_FIELD_NUMBER: _builtins.int
+    EXPECTED_PAUSE_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of the request."""
     num_prompt_tokens: _builtins.int
@@ -1111,6 +1114,12 @@ class Spec(_message.Message):
     """Tag of the session's name."""
     ends_session: _builtins.bool
     """See quire.link.v1.Submission."""
+    retention_s: _builtins.float
+    """See quire.link.v1.Submission."""
+    retention_priority: _builtins.int
+    """See quire.link.v1.Submission."""
+    expected_pause_s: _builtins.float
+    """See quire.link.v1.Submission."""
     def __init__(
         self,
         *,
@@ -1134,10 +1143,13 @@ class Spec(_message.Message):
         traceparent: _builtins.str = ...,
         session: _builtins.bytes = ...,
         ends_session: _builtins.bool = ...,
+        retention_s: _builtins.float = ...,
+        retention_priority: _builtins.int = ...,
+        expected_pause_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_scope", b"cache_scope", "computes_whole_prompt", b"computes_whole_prompt", "ends_session", b"ends_session", "expected_output_tokens", b"expected_output_tokens", "grammar_size", b"grammar_size", "grammar_tag", b"grammar_tag", "identity", b"identity", "max_tokens", b"max_tokens", "model", b"model", "num_prompt_tokens", b"num_prompt_tokens", "num_stops", b"num_stops", "pooling", b"pooling", "priority", b"priority", "request_class", b"request_class", "request_id", b"request_id", "resume_size", b"resume_size", "sampling_size", b"sampling_size", "session", b"session", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_scope", b"cache_scope", "computes_whole_prompt", b"computes_whole_prompt", "ends_session", b"ends_session", "expected_output_tokens", b"expected_output_tokens", "expected_pause_s", b"expected_pause_s", "grammar_size", b"grammar_size", "grammar_tag", b"grammar_tag", "identity", b"identity", "max_tokens", b"max_tokens", "model", b"model", "num_prompt_tokens", b"num_prompt_tokens", "num_stops", b"num_stops", "pooling", b"pooling", "priority", b"priority", "request_class", b"request_class", "request_id", b"request_id", "resume_size", b"resume_size", "retention_priority", b"retention_priority", "retention_s", b"retention_s", "sampling_size", b"sampling_size", "session", b"session", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

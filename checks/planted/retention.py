@@ -1,0 +1,39 @@
+"""Bugs of the retention of cached blocks."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from checks.planted.bug import bug
+from checks.sim.aims import adaptation, both, with_limits
+from scheduler_svc.core.interface.arrays import NO_INDICES
+from scheduler_svc.core.memory import retention
+from scheduler_svc.core.memory.retention import Retention
+
+_RETAINED = adaptation("retained sessions")
+
+
+@bug("retain.order", aim=_RETAINED)
+def hint_ignored(patch: pytest.MonkeyPatch) -> None:
+    """Retained blocks are evicted in the order of their last use."""
+    patch.setattr(Retention, "levels", lambda self, blocks: np.zeros(len(blocks), np.intp))
+
+
+@bug("core", aim=both(_RETAINED, with_limits(retention_share=0.05)))
+def share_ignored(patch: pytest.MonkeyPatch) -> None:
+    """A tenant may retain all blocks."""
+    patch.setattr(retention, "_equal_part", lambda wanted, room: 1 << 30)
+
+
+@bug("retain.end", aim=_RETAINED)
+def retention_never_ends(patch: pytest.MonkeyPatch) -> None:
+    """The time to live of retained blocks has no effect."""
+    patch.setattr(Retention, "ended", lambda self, now: NO_INDICES)
+
+
+@bug("core", aim=_RETAINED)
+def evicted_block_stays_retained(patch: pytest.MonkeyPatch) -> None:
+    """A block that has left the cache counts as retained."""
+    nothing: Any = None
+    patch.setattr(Retention, "forget", lambda self, blocks: nothing)

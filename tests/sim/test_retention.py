@@ -1,0 +1,134 @@
+"""Retained blocks: eviction in order of level and use, and shares of tenants, under any order of calls."""
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from scheduler_svc.core.interface.arrays import IndexArray
+from scheduler_svc.core.memory.block_pool import BlockPool
+from shared.prefix_keys import KEY_BYTES
+from tests.examples import examples
+
+_NUM_BLOCKS = 24
+_SHARE = 0.5
+_MOST = _NUM_BLOCKS // 2
+_TENANTS = ("a", "b", "c")
+
+
+class RetentionMachine(RuleBasedStateMachine):
+    """Chains of blocks are cached, used, retained and evicted; each chain belongs to one tenant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(_NUM_BLOCKS, retention_share=_SHARE)
+        self.now = 0.0
+        self.num_uses = 0
+        self.num_keys = 0
+        self.chains: list[tuple[str, list[int]]] = []
+        """Tenant and cached blocks of each chain."""
+        self.used: dict[int, tuple[int, int]] = {}
+        """By cached block, the time of its last use, and its negated position."""
+        self.until: dict[int, float] = {}
+        """By block, the latest time until which a request wanted to retain it."""
+        self.level: dict[int, int] = {}
+        """By block, the highest level that a request asked for while it was retained."""
+
+    @rule(tenant=st.sampled_from(_TENANTS), count=st.integers(1, 6))
+    def publish(self, tenant: str, count: int) -> None:
+        """A request caches a new chain."""
+        blocks = self._take(count)
+        keys = b"".join((self.num_keys + each + 1).to_bytes(KEY_BYTES, "big") for each in range(count))
+        self.num_keys += count
+        self.pool.cache.publish(keys, blocks)
+        self.pool.release(blocks, last_step=0, answered_step=0)
+        self.chains.append((tenant, blocks.tolist()))
+        self._use(blocks.tolist())
+
+    @rule(count=st.integers(1, _NUM_BLOCKS))
+    def evict(self, count: int) -> None:
+        """A request takes blocks and leaves without caching them."""
+        self.pool.release(self._take(count), last_step=0, answered_step=0)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.chains)
+    def use(self, data: st.DataObject) -> None:
+        """A request uses the beginning of a chain."""
+        _, chain = data.draw(st.sampled_from(self.chains))
+        blocks = chain[: data.draw(st.integers(1, len(chain)))]
+        self.pool.share(np.array(blocks, np.intp))
+        self.pool.release(np.array(blocks, np.intp), last_step=0, answered_step=0)
+        self._use(blocks)
+
+    @rule(data=st.data(), priority=st.integers(0, 9), time=st.integers(1, 5))
+    @precondition(lambda self: self.chains)
+    def retain(self, data: st.DataObject, priority: int, time: int) -> None:
+        """A request retains the beginning of a chain: no less than before for its blocks, and no other tenant loses."""
+        tenant, chain = data.draw(st.sampled_from(self.chains))
+        blocks = chain[: data.draw(st.integers(1, len(chain)))]
+        before = {each: self._num_retained(each) for each in _TENANTS}
+        levels = self._levels()
+        self.pool.retain(np.array(blocks, np.intp), tenant, priority, self.now + time)
+        for block in blocks:
+            known = self.until.get(block, 0.0) > self.now and levels[block] > 0
+            self.until[block] = max(self.until[block] if known else 0.0, self.now + time)
+            self.level[block] = max(self.level[block] if known else 0, priority + 1)
+        own = [self._levels()[block] for block in blocks]
+        assert all(own[: len(own) - own.count(0)]), "a block is retained without the blocks before it"
+        assert all(not each or each == self.level[block] for each, block in zip(own, blocks, strict=True))
+        for other in _TENANTS:
+            lost = before[other] - self._num_retained(other)
+            if lost > 0 and other != tenant:
+                num_tenants = sum(bool(self._num_retained(each)) for each in _TENANTS)
+                assert self._num_retained(other) >= _MOST // num_tenants, "a tenant lost blocks of its equal part"
+                assert self._num_retained(tenant) <= self._num_retained(other) + 1, "a larger tenant displaced it"
+        if 0 in own:
+            assert sum(map(self._num_retained, _TENANTS)) > _MOST - len(_TENANTS), "there was room to retain more"
+
+    @rule(time=st.integers(1, 4))
+    def pass_time(self, time: int) -> None:
+        """Retentions end when they are due, and no earlier."""
+        before = self._levels()
+        self.now += time
+        self.pool.end_retention(self.now)
+        for block, level in enumerate(self._levels()):
+            assert not level or self.until[block] > self.now, "a block is retained for too long"
+            assert level or not before[block] or self.until[block] <= self.now, "a retention ends early"
+
+    def _take(self, count: int) -> IndexArray:
+        """Take blocks; check that the right ones were evicted."""
+        levels = self._levels()
+        order = sorted(self.used, key=lambda block: (levels[block], *self.used[block]))
+        num_evicted = max(0, count - self.pool.num_free)
+        blocks = self.pool.take(count)
+        gone = {block for block in self.used if not self.pool.cache.holds[block]}
+        assert gone == set(order[:num_evicted])
+        for block in gone:
+            del self.used[block]
+            self.until.pop(block, None)
+            self.level.pop(block, None)
+        self.chains = [(tenant, [each for each in chain if each not in gone]) for tenant, chain in self.chains]
+        self.chains = [each for each in self.chains if each[1]]
+        return blocks
+
+    def _use(self, blocks: list[int]) -> None:
+        self.num_uses += 1
+        self.used.update((block, (self.num_uses, -position)) for position, block in enumerate(blocks))
+
+    def _levels(self) -> list[int]:
+        found: list[int] = self.pool.retention.levels(np.arange(_NUM_BLOCKS)).tolist()
+        return found
+
+    def _num_retained(self, tenant: str) -> int:
+        levels = self._levels()
+        return sum(levels[block] > 0 for owner, chain in self.chains if owner == tenant for block in chain)
+
+    @invariant()
+    def is_consistent(self) -> None:
+        """All tables agree, and no more than the share is retained."""
+        self.pool.validate([])
+        assert sum(level > 0 for level in self._levels()) <= _MOST
+
+
+TestRetention = RetentionMachine.TestCase
+TestRetention.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
