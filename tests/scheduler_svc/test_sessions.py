@@ -2,6 +2,7 @@
 
 from itertools import count
 
+import numpy as np
 import pytest
 
 from records.rules.model_worker import ModelWorker
@@ -9,6 +10,8 @@ from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.records import WaitReason
 from scheduler_svc.core.lifecycle.statistics import SchedulerStats
 from scheduler_svc.core.queueing import sessions
+from scheduler_svc.core.queueing.session_gate import window_need
+from scheduler_svc.core.queueing.sessions import tenant_number
 from scheduler_svc.present_limit import LimitKind, present_limit
 from tests.scheduler_svc.cluster import FRONTEND, Cluster
 
@@ -21,9 +24,9 @@ _WAIT_S = 30.0
 class _Agents:
     """Sessions on a cluster of one worker. Each turn extends the whole sequence of the turn before."""
 
-    def __init__(self, **limits: object) -> None:
+    def __init__(self, worker: ModelWorker | None = None, **limits: object) -> None:
         self.cluster = Cluster(**({"session_wait_s": _WAIT_S} | limits))
-        self.cluster.join(ModelWorker(b"w/1", _NUM_BLOCKS, _BLOCK, 16))
+        self.cluster.join(worker or ModelWorker(b"w/1", _NUM_BLOCKS, _BLOCK, 16))
         self._streams = count(1)
         self._tokens = count(1)
 
@@ -117,6 +120,34 @@ def test_a_prompt_that_drops_the_earlier_answer_continues_its_session() -> None:
     agents.turn([*agents.cluster.readers[filling].prompt, *agents.new_tokens(60)])
 
     assert agents.num_held == 1
+
+
+@pytest.mark.parametrize(
+    ("num_groups", "num_blocks", "num_held"), [(1, 100, 0), (3, 100, 1), (3, 130, 0)], ids=["none", "small", "large"]
+)
+def test_blocks_for_windows_are_no_room_for_sequences(num_groups: int, num_blocks: int, num_held: int) -> None:
+    """A session needs memory for its windows, too: two sessions that fit without windows do not fit with them."""
+    worker = ModelWorker(b"w/1", num_blocks, _BLOCK, 16, num_kv_groups=num_groups, window=9, window_chunk=8)
+    agents = _Agents(worker)
+    agents.serve()
+    agents.fill()
+    agents.turn(agents.new_tokens(100))
+
+    assert agents.num_held == num_held
+
+
+def test_a_session_counts_with_the_blocks_that_it_holds() -> None:
+    """The gate counts an active session with at least the blocks that its row holds, and at most a period more."""
+    agents = _Agents(ModelWorker(b"w/1", 200, _BLOCK, 16, num_kv_groups=3, window=9, window_chunk=8))
+    agents.fill()
+    (worker,) = agents.cluster.core._fleet
+    found = agents.cluster.core._requests.sessions
+    assert found is not None
+    assert worker.windows is not None
+    tokens = found.demand(1.0, agents.cluster.now, window_need(worker))[tenant_number("")][0]
+    num_held = len(np.unique(worker.held_blocks(0)))
+
+    assert num_held <= tokens / _BLOCK <= num_held + 2 * worker.windows.period
 
 
 def _pausing(pause_s: float) -> _Agents:

@@ -7,7 +7,8 @@ returns.
 The working set of a session is its sequence now and in its next turns, without the tokens that it shared when it began.
 A pausing session counts with the chance that it returns before the workers could compute as many prompt tokens as their
 KV caches hold. A longer pause is not worth its memory: others can use it, and computing the prefix again is cheaper.
-With host memory, somewhat more sessions have room.
+With host memory, somewhat more sessions have room. With KV groups that have a window, a session also needs blocks for its
+windows: while it is active, those of a row and of the end before it; while it pauses, those of its end.
 
 * A session that is held for the longest wait, or until the latest start that meets its targets, passes in any case.
 * If several tenants have sessions, each may start sessions up to its equal part of the memory, whatever others hold.
@@ -24,7 +25,7 @@ import numpy as np
 from scheduler_svc.core.interface.arrays import Float64Array
 from scheduler_svc.core.queueing.holding import Holding
 from scheduler_svc.core.queueing.policies import Policy
-from scheduler_svc.core.queueing.sessions import TURNS_AHEAD, Sessions, tenant_number
+from scheduler_svc.core.queueing.sessions import NO_WINDOWS, TURNS_AHEAD, Sessions, WindowNeed, tenant_number
 from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.workers.worker import Worker
 
@@ -101,7 +102,7 @@ class SessionGate:
         while tenant := self._next_tenant(demand):
             first = self.waiting.take(tenant[0])
             assert first is not None
-            demand.add(self._sessions.own_demand(first), tenant[0])
+            demand.add(self._sessions.own_demand(first, demand.windows), tenant[0])
             yield self._pass(first, now)
 
     def _next_tenant(self, demand: "_Demand") -> tuple[str] | None:
@@ -113,7 +114,7 @@ class SessionGate:
         return None
 
     def _fits(self, request: Request, demand: "_Demand") -> bool:
-        return demand.has_room(self._sessions.own_demand(request), request.spec.tenant)
+        return demand.has_room(self._sessions.own_demand(request, demand.windows), request.spec.tenant)
 
     def _pass(self, request: Request, now: float) -> Request:
         del self._until[request]
@@ -128,6 +129,10 @@ class _Demand:
 
     def __init__(self, gate: SessionGate, workers: Iterable[Worker], now: float) -> None:
         tokens, horizon_s = 0, math.inf
+        workers = list(workers)
+        needs = [window_need(worker) for worker in workers if worker.windows is not None]
+        self.windows = max(needs, key=lambda need: need.num_tables * need.active, default=NO_WINDOWS)
+        part = gate._sessions.sequence_part(self.windows)
         for worker in workers:
             num_blocks = worker.pool.num_blocks
             if worker.swap.pays:
@@ -137,9 +142,9 @@ class _Demand:
                 num_blocks += num_host
             num_tokens = num_blocks * worker.rows.block_size
             tokens += num_tokens
-            horizon_s = min(horizon_s, _PATIENCE * num_tokens * worker.costs.prompt_token_s)
+            horizon_s = min(horizon_s, _PATIENCE * part * num_tokens * worker.costs.prompt_token_s)
         self._room = tokens if tokens else math.inf
-        self._by_tenant = gate._sessions.demand(horizon_s if tokens else 0.0, now)
+        self._by_tenant = gate._sessions.demand(horizon_s if tokens else 0.0, now, self.windows)
         self._total: Float64Array = sum(self._by_tenant.values(), np.zeros(len(TURNS_AHEAD)))
         self._tenants = {*self._by_tenant, *map(tenant_number, gate.waiting.keys())}
 
@@ -163,6 +168,13 @@ class _Demand:
         number = tenant_number(tenant)
         own = self._by_tenant.get(number)
         self._by_tenant[number] = more if own is None else own + more
+
+
+def window_need(worker: Worker) -> WindowNeed:
+    """Return the memory for the windows of a session on a worker with windows."""
+    windows, size = worker.windows, worker.rows.block_size
+    assert windows is not None
+    return WindowNeed(windows.num_tables, (windows.period + windows.tail) * size, windows.tail * size)
 
 
 def _latest(request: Request) -> list[float]:

@@ -55,13 +55,27 @@ _REVIEW_S = 0.25
 """Time between two searches for sessions that have ended, s."""
 SessionName = tuple[str, bytes, bytes]
 """Tenant, cache scope, and the client's name for the session."""
-_OWN, _GROWTH, _AHEAD, _CHANCE, _PAUSE, _SINCE, _DUE, _STATE, _TENANT = range(9)
-"""Columns of the table: own tokens, growth per turn in tokens, expected further turns, chance of another turn,
+_OWN, _SHARED, _GROWTH, _AHEAD, _CHANCE, _PAUSE, _SINCE, _DUE, _STATE, _TENANT = range(10)
+"""Columns of the table: own tokens, tokens shared when it began, growth per turn in tokens, expected further turns, chance of another turn,
 announced or mean pause in s, start of the pause in s, time at which it counts as ended in s, state, number of the
 tenant.
 """
 _FREE, _PAUSING, _ACTIVE, _AT_GATE = 0.0, 1.0, 2.0, 3.0
 """Values of the column `_STATE`."""
+
+
+class WindowNeed(NamedTuple):
+    """Memory for the windows of one session, in addition to the blocks of its sequence."""
+
+    num_tables: int = 0
+    """Number of KV groups with a window."""
+    active: int = 0
+    """Maximum number of tokens per group while a request of the session runs."""
+    pausing: int = 0
+    """The same for the end of its sequence, after which the next turn continues."""
+
+
+NO_WINDOWS = WindowNeed()
 
 
 class Turn(NamedTuple):
@@ -196,7 +210,7 @@ class Sessions:
         """By tenant and first block, most specific first; with an empty key for the tenant alone."""
         self._sessions: list[_Session | None] = []
         """By slot."""
-        self._table = np.zeros((64, 9))
+        self._table = np.zeros((64, 10))
         """By slot, see `_OWN` and the following columns."""
         self._free: list[int] = []
         self._pausing: OrderedDict[int, None] = OrderedDict()
@@ -347,17 +361,24 @@ class Sessions:
         if request.session >= 0:
             self._table[request.session, _STATE] = _ACTIVE
 
-    def own_demand(self, request: Request) -> Float64Array:
-        """Return the tokens that the session of a request needs in the next turns, by `TURNS_AHEAD`."""
-        row = self._table[request.session]
-        return np.where(row[_AHEAD] >= TURNS_AHEAD, row[_OWN] + row[_GROWTH] * TURNS_AHEAD, 0.0)
+    def own_demand(self, request: Request, windows: WindowNeed = NO_WINDOWS) -> Float64Array:
+        """Return the tokens that the session of a request needs in the next turns, by `TURNS_AHEAD`; see `demand`."""
+        rows = self._table[request.session : request.session + 1]
+        return np.where(rows[0, _AHEAD] >= TURNS_AHEAD, _needs(rows, windows)[0], 0.0)
 
-    def demand(self, horizon_s: float, now: float) -> dict[int, Float64Array]:
+    def sequence_part(self, windows: WindowNeed) -> float:
+        """Return which part of the memory that the sessions need is for their sequences; the rest is for windows."""
+        table = self._table[: len(self._sessions)]
+        needs = _needs(table, windows)[:, 0].sum() if windows.num_tables else 0.0
+        return float(table[:, _OWN].sum() / needs) if needs else 1.0
+
+    def demand(self, horizon_s: float, now: float, windows: WindowNeed = NO_WINDOWS) -> dict[int, Float64Array]:
         """Return the tokens that the sessions will need in the next turns, by the number of their tenant.
 
         Args:
             horizon_s: pausing sessions count with the chance that they return within this time.
             now: the time, s.
+            windows: the memory for windows, which counts like further tokens.
 
         Returns:
             arrays by `TURNS_AHEAD`.
@@ -368,7 +389,7 @@ class Sessions:
         if not len(counted):
             return {}
         table, weights = table[counted], weights[counted]
-        tokens = table[:, _OWN, None] + table[:, _GROWTH, None] * TURNS_AHEAD
+        tokens = _needs(table, windows)
         tokens *= weights[:, None] * (table[:, _AHEAD, None] >= TURNS_AHEAD)
         tenants = table[:, _TENANT]
         if (tenants == tenants[0]).all():
@@ -512,7 +533,7 @@ class Sessions:
         pause_s = max(pause_s, 1e-3)
         due = now + _PAUSES * pause_s if is_pausing else np.inf
         ahead, chance = (habits.turns_ahead(turn), habits.chance(turn)) if habits.num_returns else (0.0, 0.0)
-        self._table[slot] = (own, habits.growth, ahead, chance, pause_s, now, due, state, tenant)
+        self._table[slot] = (own, session.shared, habits.growth, ahead, chance, pause_s, now, due, state, tenant)
 
     def _tenant(self, slot: int) -> int:
         return int(self._table[slot, _TENANT])
@@ -615,6 +636,15 @@ def _name(request: Request) -> SessionName | None:
     """Return the name of the session that the client has given; None without one."""
     spec = request.spec
     return (spec.tenant, spec.cache_scope, spec.session) if spec.session else None
+
+
+def _needs(table: Float64Array, windows: WindowNeed) -> Float64Array:
+    """Return the tokens that each session needs, by `TURNS_AHEAD`."""
+    tokens: Float64Array = table[:, _OWN, None] + table[:, _GROWTH, None] * TURNS_AHEAD
+    if windows.num_tables:
+        most = np.where(table[:, _STATE] == _PAUSING, windows.pausing, windows.active)
+        tokens += windows.num_tables * np.minimum(tokens + table[:, _SHARED, None], most[:, None])
+    return tokens
 
 
 def _weights(table: Float64Array, horizon_s: float, now: float) -> Float64Array:
