@@ -291,6 +291,10 @@ def _session_families(stats: SessionStats) -> Iterator[link_pb2.MetricFamily]:
     yield make_family(names.SESSIONS, [(("active",), stats.active), (("pausing",), stats.pausing)])
     yield make_family(names.SESSION_TURNS, [((), stats.later_turns)])
     yield make_family(names.SESSION_LOST_TOKENS, [((), stats.lost_tokens)])
+    pauses = stats.pauses
+    yield make_family(names.SESSION_PAUSES, [((), pauses.count)])
+    times = [("expected", pauses.expected_s), ("actual", pauses.actual_s), ("error", pauses.error_s)]
+    yield make_family(names.SESSION_PAUSE_TIME, [((of,), seconds) for of, seconds in times])
     yield make_family(names.SESSION_GATE_HELD, [((), gate.held)])
     passed = [(("room",), gate.passed - gate.timed_out), (("bound",), gate.timed_out)]
     yield make_family(names.SESSION_GATE_PASSED, passed)
@@ -309,6 +313,7 @@ def _worker_families(workers: list[WorkerStats], model: str) -> Iterator[link_pb
         (names.DISCARDED_TOKENS, lambda w: w.counters.discarded_tokens),
         (names.DRAFT_TOKENS, lambda w: w.counters.draft_tokens),
         (names.ACCEPTED_DRAFT_TOKENS, lambda w: w.counters.accepted_draft_tokens),
+        (names.RETAINED_BLOCKS, lambda w: w.blocks_retained),
         (names.HOST_BLOCKS, lambda w: w.host_blocks_total),
         (names.HOST_BLOCKS_HELD, lambda w: w.host_blocks_held),
         (names.HOST_BLOCKS_CACHED, lambda w: w.host_blocks_cached),

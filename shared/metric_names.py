@@ -358,6 +358,17 @@ SESSION_LOST_TOKENS = Metric(
     "Tokens that later turns of sessions repeated, but that were not cached when they were admitted",
     unit="{token}",
 )
+SESSION_PAUSES = Metric(
+    "quire.session.pauses", _C, "Pauses of sessions that ended with a return and for which a length was expected"
+)
+SESSION_PAUSE_TIME = Metric(
+    "quire.session.pause_time",
+    _C,
+    "Total length of these pauses: expected (announced by the client, otherwise learned), actual, and the sum of the"
+    " absolute differences as error",
+    ("of",),
+    unit="s",
+)
 SESSION_GATE_HELD = Metric(
     "quire.session_gate.held", _C, "First turns of sessions that had to wait for memory for their working set"
 )
@@ -450,6 +461,9 @@ WORKER_TIME = Metric(
 )
 KV_BLOCKS = Metric(
     "quire.kv_blocks", _G, "KV blocks by worker and state: free, cached, held, total", ("worker", "state")
+)
+RETAINED_BLOCKS = Metric(
+    "quire.retained_blocks", _G, "KV blocks that requests have asked to retain, cached or held", _WORKER
 )
 BATCH_ROWS = Metric("quire.batch_rows", _G, "Rows in use", _WORKER)
 BATCH_ROW_LIMIT = Metric("quire.batch_row_limit", _G, "Rows that the worker has", _WORKER)

@@ -167,6 +167,23 @@ def test_an_announced_pause_replaces_the_learned_one(pause_s: float, num_pausing
     assert _pausing(pause_s).stats.sessions.pausing == num_pausing
 
 
+def test_expected_and_actual_pauses_are_counted() -> None:
+    """The counters compare announced pauses with actual ones, once the kind of the session has returned before."""
+    agents = _Agents()
+    agents.serve()
+    before = agents.stats.sessions.pauses
+    stream = agents.turn(agents.new_tokens(40), pause_s=2.0)
+    agents.cluster.run()
+    agents.cluster.now += 3.0
+    agents.turn([*agents.sequence(stream), *agents.new_tokens(8)])
+    after = agents.stats.sessions.pauses
+
+    assert after.count - before.count == 1
+    assert after.expected_s - before.expected_s == pytest.approx(2.0)
+    assert after.actual_s - before.actual_s == pytest.approx(3.0, abs=0.1)
+    assert after.error_s - before.error_s == pytest.approx(1.0, abs=0.1)
+
+
 def test_the_chance_of_return_follows_from_the_announced_pause() -> None:
     """The sooner a session is expected, the more of its working set counts; one without a hint is over."""
     demands = []

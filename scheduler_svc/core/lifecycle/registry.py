@@ -146,6 +146,7 @@ class RequestRegistry:
             pausing=sessions.num_pausing,
             later_turns=sessions.num_later_turns,
             lost_tokens=sessions.num_lost_tokens,
+            pauses=replace(sessions.pauses),
             gate=replace(gate.counters),
         )
 

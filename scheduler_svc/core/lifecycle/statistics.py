@@ -11,6 +11,7 @@ from scheduler_svc.core.memory.disk_space import DiskSpace
 from scheduler_svc.core.memory.state_checkpoints import StateCheckpoints
 from scheduler_svc.core.queueing.forecast import Forecast
 from scheduler_svc.core.queueing.session_gate import GateCounters
+from scheduler_svc.core.queueing.sessions import PauseCounters
 from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.workers.worker import Worker, WorkerCounters
 
@@ -46,6 +47,8 @@ class WorkerStats:
     blocks_total: int
     blocks_free: int
     blocks_cached: int
+    blocks_retained: int
+    """Blocks that requests have asked to retain. They are cached or held."""
     blocks_held: int
     rows_running: int
     rows_total: int
@@ -110,6 +113,7 @@ class SessionStats:
     """Requests that continued a session."""
     lost_tokens: int = 0
     """Tokens that such requests repeated, but that were not cached when they were admitted."""
+    pauses: PauseCounters = field(default_factory=PauseCounters)
     gate: GateCounters = field(default_factory=GateCounters)
 
 
@@ -166,6 +170,7 @@ def worker_stats(worker: Worker) -> WorkerStats:
         blocks_total=worker.pool.num_blocks,
         blocks_free=worker.pool.num_free,
         blocks_cached=worker.pool.num_cached,
+        blocks_retained=worker.pool.retention.num_blocks,
         blocks_held=worker.pool.num_held,
         rows_running=worker.rows.num_running,
         rows_total=worker.rows.max_rows,

@@ -7,8 +7,8 @@ returns.
 The working set of a session is its sequence now and in its next turns, without the tokens that it shared when it began.
 A pausing session counts with the chance that it returns before the workers could compute as many prompt tokens as their
 KV caches hold. A longer pause is not worth its memory: others can use it, and computing the prefix again is cheaper.
-With host memory, somewhat more sessions have room. With KV groups that have a window, a session also needs blocks for its
-windows: while it is active, those of a row and of the end before it; while it pauses, those of its end.
+With host memory, somewhat more sessions have room. With KV groups that have a window, a session also needs blocks for
+its windows: while it is active, those of a row and of the end before it; while it pauses, those of its end.
 
 * A session that is held for the longest wait, or until the latest start that meets its targets, passes in any case.
 * If several tenants have sessions, each may start sessions up to its equal part of the memory, whatever others hold.

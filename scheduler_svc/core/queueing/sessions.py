@@ -19,6 +19,7 @@ turn. A session counts as ended when it has paused for twice the mean pause. If 
 import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -56,12 +57,23 @@ _REVIEW_S = 0.25
 SessionName = tuple[str, bytes, bytes]
 """Tenant, cache scope, and the client's name for the session."""
 _OWN, _SHARED, _GROWTH, _AHEAD, _CHANCE, _PAUSE, _SINCE, _DUE, _STATE, _TENANT = range(10)
-"""Columns of the table: own tokens, tokens shared when it began, growth per turn in tokens, expected further turns, chance of another turn,
-announced or mean pause in s, start of the pause in s, time at which it counts as ended in s, state, number of the
-tenant.
+"""Columns of the table: own tokens, tokens shared when it began, growth per turn in tokens, expected further turns,
+chance of another turn, announced or mean pause in s, start of the pause in s, time at which it counts as ended in s,
+state, number of the tenant.
 """
 _FREE, _PAUSING, _ACTIVE, _AT_GATE = 0.0, 1.0, 2.0, 3.0
 """Values of the column `_STATE`."""
+
+
+@dataclass(slots=True)
+class PauseCounters:
+    """Pauses that ended with a return, if the session's kind had returned before; sums in seconds."""
+
+    count: int = 0
+    expected_s: float = 0.0
+    actual_s: float = 0.0
+    error_s: float = 0.0
+    """Sum of the absolute differences between both."""
 
 
 class WindowNeed(NamedTuple):
@@ -230,6 +242,7 @@ class Sessions:
         self._reviewed = 0.0
         self.num_later_turns = 0
         """Number of requests that continued a session."""
+        self.pauses = PauseCounters()
         self.num_lost_tokens = 0
         """Tokens that such requests repeated, but that were not cached when they were admitted."""
 
@@ -269,6 +282,12 @@ class Sessions:
                 self._branches.setdefault(name, []).append(request.session)
             return Turn(session.turn + 1, 0.0, known)
         pause_s = now - float(self._table[slot, _SINCE])
+        if session.habits.num_returns:
+            expected_s = float(self._table[slot, _PAUSE])
+            self.pauses.count += 1
+            self.pauses.expected_s += expected_s
+            self.pauses.actual_s += pause_s
+            self.pauses.error_s += abs(pause_s - expected_s)
         for kind in session.kinds:
             if session.has_left:
                 kind.came_back(session.turn)
