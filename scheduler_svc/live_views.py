@@ -17,6 +17,7 @@ from protos.quire.link.v1 import link_pb2
 from quire.admin.v1 import admin_pb2 as admin
 from scheduler_svc.core.interface.records import Peer
 from scheduler_svc.core.lifecycle.tables import BlockMap, Blocks, Queued, Tables
+from scheduler_svc.core.queueing.sessions import ShownSession
 from scheduler_svc.core.requests.request import RequestKey
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.frontend.hub import FrontendHub
@@ -195,6 +196,7 @@ def to_tables(tables: Tables, numbers: RequestNumbers, policy: str, now: float) 
     for queue in tables.queues:
         shown = message.queues.add(reason=queue.reason, length=queue.length)
         shown.first.extend(_queued(request, numbers, now) for request in queue.first)
+    message.sessions.extend(_session(session, tier, now) for session, tier in tables.sessions)
     return message
 
 
@@ -221,6 +223,21 @@ def _queued(request: Queued, numbers: RequestNumbers, now: float) -> admin.Queue
         tokens=request.num_tokens,
         waited_seconds=max(0.0, now - request.since),
         waits_for=request.waits_for.value,
+    )
+
+
+def _session(session: ShownSession, tier: str, now: float) -> admin.Session:
+    is_pausing = session.state == "pausing"
+    return admin.Session(
+        number=session.number,
+        tenant=session.tenant,
+        session_id=session.name,
+        state=session.state,
+        turn=session.turn,
+        tokens=session.num_tokens,
+        tier=tier if is_pausing else "",
+        since_seconds=max(0.0, now - session.since),
+        expected_seconds=session.since + session.pause_s - now if is_pausing and session.pause_s else 0.0,
     )
 
 

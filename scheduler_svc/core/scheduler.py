@@ -294,7 +294,7 @@ class Scheduler:
     def tables(self) -> Tables:
         """Return the current queues and KV blocks."""
         self.tidy()
-        return tables(self._fleet, self._requests.backlog, self._requests)
+        return tables(self._fleet, self._requests.backlog, self._requests, self._requests.sessions)
 
     def story(self, frontend: ev.Peer, stream: int) -> Story | None:
         """Return the history of a stream's request, live or recently ended; None if unknown."""

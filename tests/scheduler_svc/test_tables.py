@@ -121,3 +121,37 @@ def test_long_queues_are_cut() -> None:
     (queue,) = cluster.core.tables().queues
     assert queue.length == 200
     assert [each.key.stream for each in queue.first] == list(range(tables.MAX_QUEUED))
+
+
+def test_sessions_are_shown_with_the_tier_of_their_sequence() -> None:
+    """A pausing session is on the device until its end is evicted; active sessions come first, and 64 are shown."""
+    cluster = Cluster()
+    cluster.join(ModelWorker(b"w", 64, 4, 4))
+    prompt = list(range(40))
+    cluster.submit(1, prompt, 4, tenant="t", session=b"agent", expected_pause_s=9.0)
+    cluster.run()
+    ((pausing, tier),) = cluster.core.tables().sessions
+    assert (pausing.tenant, pausing.name, pausing.state, pausing.turn) == ("t", "agent", "pausing", 1)
+    assert (pausing.num_tokens, tier) == (44, "device")
+
+    cluster.submit(2, list(range(500, 720)), 20)
+    cluster.run()
+    assert ("agent", "") in [(each.name, tier) for each, tier in cluster.core.tables().sessions]
+    for stream in range(3, 3 + tables.MAX_SESSIONS_SHOWN):
+        cluster.submit(stream, [stream] * 8, 4)
+    shown = [each.state for each, _ in cluster.core.tables().sessions]
+    assert shown == ["active"] * tables.MAX_SESSIONS_SHOWN
+
+
+def test_the_end_of_a_session_is_found_in_host_memory() -> None:
+    """After the blocks have moved down, the tier is host memory."""
+    cluster = Cluster()
+    cluster.join(ModelWorker(b"w", 24, 4, 4, num_host_blocks=200))
+    cluster.submit(1, list(range(40)), 8, session=b"agent")
+    cluster.run()
+    for stream in range(2, 6):
+        cluster.submit(stream, list(range(100 * stream, 100 * stream + 60)), 8)
+        cluster.run()
+    found = {each.name: tier for each, tier in cluster.core.tables().sessions}
+
+    assert found["agent"] == "host"

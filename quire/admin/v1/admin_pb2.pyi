@@ -1250,7 +1250,7 @@ Global___Quantiles: _TypeAlias = Quantiles  # noqa: Y015
 
 @_typing.final
 class SchedulerTables(_message.Message):
-    """The queues and the KV blocks at one moment."""
+    """The queues, the KV blocks and the sessions at one moment."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1258,6 +1258,7 @@ class SchedulerTables(_message.Message):
     BLOCK_MAPS_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
     QUEUES_FIELD_NUMBER: _builtins.int
+    SESSIONS_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     """The order in which requests are admitted."""
     @_builtins.property
@@ -1272,6 +1273,10 @@ class SchedulerTables(_message.Message):
     def queues(self) -> _containers.RepeatedCompositeFieldContainer[Global___Queue]:
         """The waiting requests by what they wait for; none is empty."""
 
+    @_builtins.property
+    def sessions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Session]:
+        """Sessions, at most 64: active ones first, then those that have paused for a shorter time."""
+
     def __init__(
         self,
         *,
@@ -1279,14 +1284,69 @@ class SchedulerTables(_message.Message):
         block_maps: _abc.Iterable[Global___BlockMap] | None = ...,
         policy: _builtins.str = ...,
         queues: _abc.Iterable[Global___Queue] | None = ...,
+        sessions: _abc.Iterable[Global___Session] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_maps", b"block_maps", "policy", b"policy", "queues", b"queues", "time", b"time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_maps", b"block_maps", "policy", b"policy", "queues", b"queues", "sessions", b"sessions", "time", b"time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SchedulerTables: _TypeAlias = SchedulerTables  # noqa: Y015
+
+@_typing.final
+class Session(_message.Message):
+    """Requests that continue each other, as the turns of an agent do."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    TURN_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    SINCE_SECONDS_FIELD_NUMBER: _builtins.int
+    EXPECTED_SECONDS_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Its number, unique within a run of the scheduler."""
+    tenant: _builtins.str
+    """Its tenant."""
+    session_id: _builtins.str
+    """The client's name for it; empty if it has none."""
+    state: _builtins.str
+    """"active", "waiting" (for memory, before its first turn) or "pausing"."""
+    turn: _builtins.int
+    """Number of its newest turn, from 1 on."""
+    tokens: _builtins.int
+    """Tokens of its sequence."""
+    tier: _builtins.str
+    """The highest tier with the whole sequence while it pauses: "device", "host" or "disk"; empty if its end was evicted."""
+    since_seconds: _builtins.float
+    """Time since the state began, s."""
+    expected_seconds: _builtins.float
+    """Time until its next turn is expected, s; below 0 if it is late; 0 if unknown or not pausing."""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        tenant: _builtins.str = ...,
+        session_id: _builtins.str = ...,
+        state: _builtins.str = ...,
+        turn: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        tier: _builtins.str = ...,
+        since_seconds: _builtins.float = ...,
+        expected_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_seconds", b"expected_seconds", "number", b"number", "session_id", b"session_id", "since_seconds", b"since_seconds", "state", b"state", "tenant", b"tenant", "tier", b"tier", "tokens", b"tokens", "turn", b"turn"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Session: _TypeAlias = Session  # noqa: Y015
 
 @_typing.final
 class BlockMap(_message.Message):

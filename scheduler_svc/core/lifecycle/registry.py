@@ -7,6 +7,7 @@ request runs next; `batch_selection` does.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 from scheduler_svc.core.interface import events as ev
@@ -381,7 +382,9 @@ class RequestRegistry:
             for worker in self._fleet:
                 worker.retain(request, num_tokens, now + request.spec.retention_s)
         if self.sessions is not None:
-            self.sessions.ended(request, num_tokens, now, is_complete=reason in _NATURAL_ENDS)
+            self.sessions.ended(
+                request, num_tokens, now, is_complete=reason in _NATURAL_ENDS, find=partial(self._place, request)
+            )
         what = f"ended: {reason.value}, {kept} tokens"
         request.note(now, NoteKind.ENDED, f"{what} ({message})" if message else what)
         self.history.keep(request, reason.value)
@@ -411,6 +414,15 @@ class RequestRegistry:
                 request, ended if is_natural else None, keep=keep and (is_natural or reason in _UNFINISHED), now=now
             )
         self._effects.append(ended)
+
+    def _place(self, request: Request, num_tokens: int) -> tuple[int, int] | None:
+        """Return a worker's epoch and the cached device block that ends after so many of the request's tokens."""
+        for worker in self._fleet:
+            num_blocks, rest = divmod(num_tokens, worker.rows.block_size)
+            block = worker.cached_block(request, num_blocks) if worker.shares_prefixes and not rest else None
+            if block is not None:
+                return worker.epoch, block
+        return None
 
     def resume(self, event: ev.ResumeAsked, now: float) -> None:
         """Respond with a request's retained log. If the request is still live for an earlier client, end it there."""

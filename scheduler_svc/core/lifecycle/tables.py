@@ -13,6 +13,7 @@ from scheduler_svc.core.interface.arrays import NO_INDICES, IndexArray
 from scheduler_svc.core.interface.records import WaitReason
 from scheduler_svc.core.memory.block_pool import CACHED, RETIRED, BlockPool
 from scheduler_svc.core.queueing.backlog import Backlog
+from scheduler_svc.core.queueing.sessions import Sessions, ShownSession
 from scheduler_svc.core.requests.request import Request, RequestKey
 from scheduler_svc.core.workers.worker import Worker
 
@@ -21,6 +22,8 @@ MAX_CELLS = 16384
 """Maximum number of blocks shown, over all workers."""
 MAX_QUEUED = 64
 """Maximum number of waiting requests shown per reason."""
+MAX_SESSIONS_SHOWN = 64
+"""Maximum number of sessions shown."""
 
 FREE_STATE, CACHED_STATE, RETIRED_STATE, HELD_STATE, SHARED_STATE = range(5)
 """Block states for display. The last two states refer to the first owner; each further owner adds 2 to both numbers."""
@@ -80,26 +83,52 @@ class Queue:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """The queues and the blocks at one time."""
+    """The queues, the blocks and the sessions at one time."""
 
     block_maps: list[BlockMap]
     queues: list[Queue]
+    sessions: list[tuple[ShownSession, str]]
+    """Sessions, each with the tier that has the end of its sequence: "device", "host", "disk", or "" for none."""
 
 
-def tables(workers: Iterable[Worker], backlog: Backlog, live: Iterable[Request]) -> Tables:
+def tables(
+    workers: Iterable[Worker], backlog: Backlog, live: Iterable[Request], sessions: Sessions | None = None
+) -> Tables:
     """Return a snapshot.
 
     Args:
         workers: the fleet.
         backlog: the waiting requests.
         live: all live requests.
+        sessions: the sessions, if the core recognises them.
     """
+    workers = list(workers)
     shown = list(workers)[:MAX_WORKERS]
     most = MAX_CELLS // max(1, len(shown))
     swapped: list[Request] = []
     if any(worker.swap.pool.num_held for worker in shown):
         swapped = [request for request in live if request.swapped is not None]
-    return Tables([block_map(worker, swapped, most) for worker in shown], queues(backlog, _obstacle(shown)))
+    bands = [] if sessions is None else [(each, _tier(each, workers)) for each in sessions.shown(MAX_SESSIONS_SHOWN)]
+    return Tables([block_map(worker, swapped, most) for worker in shown], queues(backlog, _obstacle(shown)), bands)
+
+
+def _tier(session: ShownSession, workers: Iterable[Worker]) -> str:
+    """Return the highest tier that has the end of a session's sequence; empty if none has it.
+
+    The end of a sequence leaves a tier before its beginning.
+    """
+    if not session.end:
+        return ""
+    tiers = set()
+    for worker in workers:
+        if session.place is not None and session.place[0] == worker.epoch:
+            found = worker.pool.cache.entries(np.array([session.place[1]], np.intp))
+            tiers |= {"device" for _, entry in found if entry.key == session.end}
+        if worker.swap.keys.get(session.end) is not None:
+            tiers.add("host")
+        if worker.swap.disk is not None and worker.swap.disk.keys.get(session.end) is not None:
+            tiers.add("disk")
+    return next((tier for tier in ("device", "host", "disk") if tier in tiers), "")
 
 
 def block_map(worker: Worker, swapped: Iterable[Request], most: int) -> BlockMap:

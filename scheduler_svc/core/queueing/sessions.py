@@ -18,7 +18,7 @@ turn. A session counts as ended when it has paused for twice the mean pause. If 
 
 import zlib
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -63,6 +63,8 @@ state, number of the tenant.
 """
 _FREE, _PAUSING, _ACTIVE, _AT_GATE = 0.0, 1.0, 2.0, 3.0
 """Values of the column `_STATE`."""
+_STATES = ("", "pausing", "active", "waiting")
+"""Their names in views."""
 
 
 @dataclass(slots=True)
@@ -74,6 +76,28 @@ class PauseCounters:
     actual_s: float = 0.0
     error_s: float = 0.0
     """Sum of the absolute differences between both."""
+
+
+class ShownSession(NamedTuple):
+    """A session in a view for operators."""
+
+    number: int
+    tenant: str
+    name: str
+    """The client's name for it; empty if it has none."""
+    state: str
+    """"active", "waiting" (for memory, before its first turn) or "pausing"."""
+    turn: int
+    num_tokens: int
+    """Tokens of its sequence."""
+    since: float
+    """Core time at which the state began or, if it is active, at which the turn arrived, s."""
+    pause_s: float
+    """Announced or learned pause, s; 0 if neither is known."""
+    end: BlockKey
+    """Key of the last block of its sequence that the next turn surely repeats; empty if there is none yet."""
+    place: tuple[int, int] | None
+    """Epoch of the worker that had this block on the device after the last turn, and the block."""
 
 
 class WindowNeed(NamedTuple):
@@ -175,13 +199,24 @@ class _Session:
     """The parts of a slot that are not in the table."""
 
     __slots__ = (
-        "branch_of", "has_left", "is_over", "kinds", "length", "name", "prompt", "shared", "stem", "stem_length",
-        "tail", "total", "turn",
+        "branch_of", "has_left", "is_over", "kinds", "length", "name", "number", "place", "prompt", "shared", "stem",
+        "stem_length", "tail", "tenant", "total", "turn",
     )  # fmt: skip
 
     def __init__(
-        self, kinds: tuple[Habits, ...], turn: int, prompt: int, shared: int, name: SessionName | None
+        self,
+        number: int,
+        tenant: str,
+        kinds: tuple[Habits, ...],
+        turn: int,
+        prompt: int,
+        shared: int,
+        name: SessionName | None,
     ) -> None:
+        self.number = number
+        self.tenant = tenant
+        self.place: tuple[int, int] | None = None
+        """Epoch of a worker and device block, where the end of the sequence was after the last turn."""
         self.kinds = kinds
         """What is known about sessions like this one, most specific first."""
         self.turn = turn
@@ -240,6 +275,7 @@ class Sessions:
         self._lengths: Counter[int] = Counter()
         """Number of tails and stems by the number of tokens up to their end."""
         self._reviewed = 0.0
+        self._next_number = 1
         self.num_later_turns = 0
         """Number of requests that continued a session."""
         self.pauses = PauseCounters()
@@ -307,7 +343,15 @@ class Sessions:
         """Count the tokens that a later turn repeats but did not find in the prefix cache when it was admitted."""
         self.num_lost_tokens += max(0, request.repeated_tokens - request.num_cached_prompt_tokens)
 
-    def ended(self, request: Request, num_tokens: int, now: float, *, is_complete: bool) -> None:
+    def ended(
+        self,
+        request: Request,
+        num_tokens: int,
+        now: float,
+        *,
+        is_complete: bool,
+        find: Callable[[int], tuple[int, int] | None] = lambda _: None,
+    ) -> None:
         """Record the end of a request: its session pauses.
 
         Args:
@@ -315,6 +359,7 @@ class Sessions:
             num_tokens: prompt and generated tokens that count.
             now: the time, s.
             is_complete: whether the request has ended by itself.
+            find: returns the place of the block that ends after so many tokens of the request.
         """
         slot, request.session = request.session, -1
         if slot < 0:
@@ -330,6 +375,7 @@ class Sessions:
             if at > session.shared:
                 self._set_stem(slot, session, stem, at)
                 session.total = num_tokens
+            session.place = find(session.length if session.tail else session.stem_length)
             if request.spec.ends_session:
                 self._finish(slot)
                 if (name := _name(request)) is not None:
@@ -414,6 +460,30 @@ class Sessions:
         if (tenants == tenants[0]).all():
             return {int(tenants[0]): tokens.sum(0)}
         return {int(tenant): tokens[tenants == tenant].sum(0) for tenant in np.unique(tenants)}
+
+    def shown(self, most: int) -> list[ShownSession]:
+        """Return at most `most` sessions for operators: active ones first, then those that pause for a shorter time."""
+        table = self._table[: len(self._sessions)]
+        state = table[:, _STATE]
+        is_shown = (state == _ACTIVE) | (state == _AT_GATE) | ((state == _PAUSING) & np.isfinite(table[:, _DUE]))
+        slots = np.flatnonzero(is_shown)
+        slots = slots[np.lexsort((-table[slots, _SINCE], -state[slots]))][:most]
+        return [self._shown(slot) for slot in slots.tolist()]
+
+    def _shown(self, slot: int) -> ShownSession:
+        session, row = self._session(slot), self._table[slot]
+        return ShownSession(
+            number=session.number,
+            tenant=session.tenant,
+            name="" if session.name is None else session.name[2].decode(errors="replace"),
+            state=_STATES[int(row[_STATE])],
+            turn=session.turn,
+            num_tokens=max(session.prompt, session.total),
+            since=float(row[_SINCE]),
+            pause_s=float(row[_PAUSE]) if session.habits.num_returns else 0.0,
+            end=session.tail or session.stem,
+            place=session.place,
+        )
 
     def validate(self) -> None:
         """Check that slots, tails and their lengths agree."""
@@ -502,7 +572,10 @@ class Sessions:
         if name is not None:
             self._named[name] = slot
         shared = max(0, len(request.tokens) - request.wait.uncached)
-        session = self._sessions[slot] = _Session(kinds, turn, len(request.tokens), shared, name)
+        session = self._sessions[slot] = _Session(
+            self._next_number, request.spec.tenant, kinds, turn, len(request.tokens), shared, name
+        )
+        self._next_number += 1
         request.session = slot
         self._write(slot, session, request, _ACTIVE, now, number)
 

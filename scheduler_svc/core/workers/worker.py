@@ -588,7 +588,7 @@ class Worker:
         assert request is not None
         assert self.checkpoints is not None
         for num_blocks in self.checkpoints.reached(row, num_computed // self.rows.block_size):
-            block = self._cached_block(request, num_blocks)
+            block = self.cached_block(request, num_blocks)
             if block is None:
                 continue
             slot = self.checkpoints.save(row, self.rows.generation.item(row), block)
@@ -602,13 +602,13 @@ class Worker:
         num_tokens = checkpoints.leave(row, num_known)
         if not num_tokens:
             return
-        block = self._cached_block(request, num_tokens // self.rows.block_size)
+        block = self.cached_block(request, num_tokens // self.rows.block_size)
         if block is None:
             checkpoints.discard(row)
         else:
             checkpoints.publish(row, block)
 
-    def _cached_block(self, request: Request, num_blocks: int) -> int | None:
+    def cached_block(self, request: Request, num_blocks: int) -> int | None:
         """Return the last of a request's first `num_blocks` blocks in the cache; None if one of them is not cached."""
         blocks = self.pool.cache.match(self._keys(request)[: KEY_BYTES * num_blocks])
         return int(blocks[-1]) if 0 < len(blocks) == num_blocks else None

@@ -251,6 +251,20 @@ def _tables(tables: admin.SchedulerTables) -> dict[str, Any]:
             }
             for queue in tables.queues
         ],
+        "sessions": [
+            {
+                "number": each.number,
+                "tenant": each.tenant,
+                "id": each.session_id,
+                "state": each.state,
+                "turn": each.turn,
+                "tokens": each.tokens,
+                "tier": each.tier,
+                "since": round(each.since_seconds, 3),
+                "expected": round(each.expected_seconds, 3),
+            }
+            for each in tables.sessions
+        ],
     }
 
 

@@ -12,6 +12,7 @@ import { Playground } from "./playground.js";
 import { Prediction } from "./predict.js";
 import { Queues } from "./queues.js";
 import { Refusal, ask, events, send, setToken } from "./server.js";
+import { Sessions } from "./sessions.js";
 import { Strategies } from "./strategies.js";
 import { chooseTheme } from "./theme.js";
 import { Workers } from "./workers.js";
@@ -34,6 +35,7 @@ const leader = new Leader(part("leader"), model);
 const memory = new Memory(part("memory"), part("memory-by"), model, choose, (map) => cells(map.device));
 const workers = new Workers(part("workers"), part("order"), part("confirm"), model);
 const queues = new Queues(part("queues"), part("policy"), model, choose);
+const sessions = new Sessions(part("sessions").tBodies[0], model);
 const strategies = new Strategies(part("strategies"), {
   status: part("strategies-status"), result: part("strategies-result"), table: part("strategies-table"), charts: part("strategies-charts"),
 });
@@ -134,6 +136,7 @@ function take(message) {
     blocks.update();
     if (!isUsed(part("queues"))) queues.update();
     if (!isUsed(part("memory").tBodies[0])) memory.update();
+    sessions.update(isUsed(part("sessions").tBodies[0]));
   }
   if (message.incidents) listIncidents();
 }
