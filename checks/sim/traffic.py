@@ -68,6 +68,7 @@ class Traffic:
         self._shape = shape
         self._pace = pace
         self._faults = faults
+        self._hints = random.Random(f"hints of {shape}")
         self._alphabet = range(shape.alphabet)
         self._families = [self._tokens(rng.randint(1, shape.longest_prompt)) for _ in range(shape.families)]
 
@@ -140,12 +141,13 @@ class Traffic:
             demand = replace(demand, identified=True)
         if shape.models and rng.random() < shape.models:
             demand = replace(demand, model=rng.choice((MODELS[0], *MODELS)))
-        if shape.retained and rng.random() < shape.retained:
+        hints = self._hints
+        if shape.retained and hints.random() < shape.retained:
             demand = replace(
                 demand,
-                retention_s=rng.choice((0.0, self._pace.step * 10 ** rng.uniform(0, 3))),
-                retention_priority=rng.choice((0, 0, 1, 9)),
-                expected_pause_s=rng.choice((0.0, self._pace.step * 10 ** rng.uniform(-1, 3))),
+                retention_s=hints.choice((0.0, self._pace.step * 10 ** hints.uniform(0, 3))),
+                retention_priority=hints.choice((0, 0, 1, 9)),
+                expected_pause_s=hints.choice((0.0, self._pace.step * 10 ** hints.uniform(-1, 3))),
             )
         return demand
 

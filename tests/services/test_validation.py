@@ -170,9 +170,9 @@ INVALID: list[tuple[str, v1.GenerateRequest]] = [
         for name, first, last in (("ttft_target", wrong, None), ("total_time_target", None, wrong))
     ],
     *[
-        (f"scheduling.{name}", request(scheduling=v1.SchedulingOptions(**{name: wrong})))
-        for name in ("retention", "expected_pause")
+        (f"scheduling.{name}", request(scheduling=v1.SchedulingOptions(retention=first, expected_pause=last)))
         for wrong in (Duration(), Duration(seconds=-1), Duration(nanos=10**9), Duration(seconds=86_401))
+        for name, first, last in (("retention", wrong, None), ("expected_pause", None, wrong))
     ],
     (
         "scheduling.retention_priority",

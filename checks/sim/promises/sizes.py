@@ -63,7 +63,7 @@ _HAS_OWN_LIMIT = frozenset(
 """Containers with limits that a simulation does not reach. Their contents are not examined."""
 _BY_BLOCK = (
     "BlockPool.", "DiskSpace.", "HostKeys.", "HostPool.", "PartialBlocks.", "PrefixCache.", "PrefixDirectory.",
-    "RecencyQueue.", "_Group.", "_Node.",
+    "RecencyQueue.", "Retention.", "_Group.", "_Node.",
 )  # fmt: skip
 """Containers with at most a few entries for each block of a worker."""
 _BY_CHECKPOINT = ("StateCheckpoints.",)
