@@ -313,7 +313,9 @@ class Simulation:
         match fault:
             case Fault.SCHEDULER_STALL:
                 world.fault(fault)
-                self._agenda.now += world.rng.uniform(0.1, 5.0)
+                seconds = world.rng.uniform(0.1, 5.0)
+                self._agenda.now += seconds
+                world.stalled_s += seconds
             case Fault.CORE_RESTART:
                 world.fault(fault)
                 self._restart_core()

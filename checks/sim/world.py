@@ -27,6 +27,8 @@ class World:
     faults: FaultRates
     """Faults in the present phase."""
     healed: bool = False
+    stalled_s: float = 0.0
+    """Time for which the scheduler has stalled so far."""
 
     @property
     def now(self) -> float:

@@ -59,7 +59,7 @@ class WorkConservation(Promise):
         self._eligibility = eligibility
         self._chances: dict[Epoch, dict[Stream | str, tuple[int, float]]] = {}
         """By worker, the requests that it could have admitted in its last plans, with the number of plans and the first
-        time.
+        time, without the time for which the scheduler stalled.
 
         A tenant's name represents one of its requests if its quota does not permit all of them.
         """
@@ -82,7 +82,7 @@ class WorkConservation(Promise):
 
     def _look(self, epoch: Epoch, num_admitted: int) -> None:
         before = self._chances.pop(epoch, {})
-        config, now = self.config, self.world.now
+        config, now = self.config, self.world.now - self.world.stalled_s
         running = next(each.rows_running for each in self.stats().workers if each.worker_id == epoch.worker_id)
         # A request leaves its row once its only step is planned, but the plan had no other row to assign.
         if running + num_admitted >= min(config.max_num_seqs, epoch.model.max_rows):
