@@ -314,6 +314,7 @@ def _worker_families(workers: list[WorkerStats], model: str) -> Iterator[link_pb
         (names.DRAFT_TOKENS, lambda w: w.counters.draft_tokens),
         (names.ACCEPTED_DRAFT_TOKENS, lambda w: w.counters.accepted_draft_tokens),
         (names.RETAINED_BLOCKS, lambda w: w.blocks_retained),
+        (names.WINDOW_BLOCKS, lambda w: w.window_blocks),
         (names.HOST_BLOCKS, lambda w: w.host_blocks_total),
         (names.HOST_BLOCKS_HELD, lambda w: w.host_blocks_held),
         (names.HOST_BLOCKS_CACHED, lambda w: w.host_blocks_cached),

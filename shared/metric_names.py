@@ -487,6 +487,12 @@ DRAFT_TOKENS = Metric("quire.draft_tokens", _C, "Draft tokens that rows verified
 ACCEPTED_DRAFT_TOKENS = Metric("quire.accepted_draft_tokens", _C, "Draft tokens that were accepted", _WORKER, "{token}")
 PREEMPTIONS = Metric("quire.preemptions", _C, "Requests preempted, by remedy: recompute or swap", ("worker", "remedy"))
 HOST_BLOCKS = Metric("quire.host_blocks", _G, "KV blocks in host memory (--host-cache)", _WORKER)
+WINDOW_BLOCKS = Metric(
+    "quire.window_blocks",
+    _G,
+    "KV blocks that running requests hold for layers with a sliding window. A shared block counts once per request",
+    _WORKER,
+)
 HOST_BLOCKS_HELD = Metric(
     "quire.host_blocks_held", _G, "Host KV blocks of preempted requests, and of copies in flight", _WORKER
 )

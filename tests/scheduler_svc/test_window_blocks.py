@@ -127,16 +127,19 @@ def test_a_row_takes_window_blocks_with_its_tokens() -> None:
     cluster = Cluster()
     cluster.join(ModelWorker(b"w/1", 200, 4, 4, num_kv_groups=3, window=33, window_chunk=8))
     cluster.submit(1, [1, 2, 3], 150)
-    held = []
+    held, in_windows = [], []
     while cluster.readers[1].end is None:
         cluster.plan()
         cluster.answer()
         (worker,) = cluster.core.stats().workers
         held.append(worker.blocks_held)
+        in_windows.append(worker.window_blocks)
 
     period = WindowBlocks(1, WindowSizes(block_size=4, window=33, num_tables=2, max_step=8)).period
     assert held[:30] == [-(-(4 + step) // 4) * 3 for step in range(30)]
     assert max(held) == 152 // 4 + 2 * period
+    assert max(in_windows) == 2 * period
+    assert not in_windows[-1]
     _check_tokens(cluster)
 
 

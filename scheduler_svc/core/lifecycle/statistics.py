@@ -50,6 +50,8 @@ class WorkerStats:
     blocks_retained: int
     """Blocks that requests have asked to retain. They are cached or held."""
     blocks_held: int
+    window_blocks: int
+    """Number of held blocks for layers with a sliding window. A shared block counts once per request."""
     rows_running: int
     rows_total: int
     draining: bool
@@ -172,6 +174,7 @@ def worker_stats(worker: Worker) -> WorkerStats:
         blocks_cached=worker.pool.num_cached,
         blocks_retained=worker.pool.retention.num_blocks,
         blocks_held=worker.pool.num_held,
+        window_blocks=0 if worker.windows is None else worker.windows.num_held,
         rows_running=worker.rows.num_running,
         rows_total=worker.rows.max_rows,
         draining=worker.draining,

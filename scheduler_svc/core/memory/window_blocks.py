@@ -288,6 +288,11 @@ class WindowBlocks(Boundaries):
         own.attached = np.concatenate((own.attached, attached))
         return attached
 
+    @property
+    def num_held(self) -> int:
+        """Number of blocks that all rows refer to."""
+        return sum(own.tail.size + own.ring.size for own in self._rows.values())
+
     def held(self, row: int) -> IndexArray:
         """Return the blocks that a row refers to, each once."""
         own = self._rows.get(row)
