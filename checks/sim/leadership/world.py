@@ -282,14 +282,16 @@ class World:
         leading = [each for each in self.processes if each.lease and not each.is_dead]
         if leading and self.rng.random() < 0.6:
             process = self.rng.choice(leading)
-        if self.rng.random() < 0.2:
+        if leading and self.rng.random() < 0.1:
+            self._lose_tail(leading[0])
+        elif self.rng.random() < 0.2:
             self._fault_on_worker(self.rng.choice(self.fleet.workers))
         else:
             self._fault_on(process)
         self.events.later(self.rng.uniform(0.1, 4), self._fault)
 
-    def _disturb(self, node: Node, end: Callable[[], object] | None = None) -> None:
-        """Begin a fault that ends after some time."""
+    def _disturb(self, node: Node, end: Callable[[], object] | None = None, *, length: float | None = None) -> None:
+        """Begin a fault that ends after a time, which is random by default."""
         if not node.num_faults:
             node.calm_s = self.events.now - node.undisturbed_since
         node.num_faults += 1
@@ -302,13 +304,12 @@ class World:
             if not node.num_faults:
                 node.undisturbed_since = self.events.now
 
-        self.events.later(self.rng.choice([0.3, 2.0, 5.0]) * self.rng.random(), calm)
+        self.events.later(length or self.rng.choice([0.3, 2.0, 5.0]) * self.rng.random(), calm)
 
     def _fault_on(self, process: Process) -> None:
         match self.rng.randrange(6):
             case 0:
-                self._kill(process)
-                self._disturb(process, partial(self._restart, process))
+                self._kill_for_now(process)
             case 1:
                 process.is_stopped = True
                 self._disturb(process, partial(self.events.resume, process))
@@ -325,6 +326,19 @@ class World:
             case _:
                 self._disconnect(process)
                 self._disturb(process)
+
+    def _lose_tail(self, leader: Process) -> None:
+        """Make all standbys slow, and kill the leader when it does not wait for them any more."""
+        for each in self.processes:
+            if each is not leader:
+                each.slow_s = 2.0
+                self._disturb(each, partial(setattr, each, "slow_s", 0.0), length=5.0)
+        self.events.later(self.rng.uniform(1.5, 3.0), lambda: self._kill_for_now(leader))
+
+    def _kill_for_now(self, process: Process) -> None:
+        if not process.is_dead:
+            self._kill(process)
+            self._disturb(process, partial(self._restart, process))
 
     def _fault_on_worker(self, worker: Worker) -> None:
         match self.rng.randrange(3):
