@@ -1,13 +1,16 @@
-"""Bugs in checkpoints of recurrent states."""
+"""Bugs in checkpoints of recurrent states, and in the states of preempted requests in host memory."""
 
 from typing import Any
 
 import pytest
 
 from checks.planted.bug import bug, wrap
-from checks.sim.aims import both, with_checkpoints, with_faults
+from checks.sim.aims import both, with_checkpoints, with_faults, with_host_states, with_swaps
 from checks.sim.faults import Fault
+from scheduler_svc.core.memory.host_states import HostStates
 from scheduler_svc.core.memory.state_checkpoints import StateCheckpoints
+from scheduler_svc.core.planning import planner
+from scheduler_svc.core.workers.worker import Worker
 
 
 @bug("state.prefix", aim=with_checkpoints(40))
@@ -47,3 +50,54 @@ def slot_saved_twice(patch: pytest.MonkeyPatch) -> None:
 def spoilt_state_is_kept(patch: pytest.MonkeyPatch) -> None:
     """The checkpoints of a failed row stay available."""
     patch.setattr("scheduler_svc.core.scheduler.distrust_states", lambda checkpoints, failed: None)
+
+
+@bug("state.prefix", "core", aim=both(with_swaps, with_host_states(1)))
+def place_free_in_the_plan_that_reads_it(patch: pytest.MonkeyPatch) -> None:
+    """A plan saves a state to the place from which it also restores another row, after the save."""
+    wrap(patch, HostStates, "has_room", lambda has_room, self, step: has_room(self, step + 1))
+    wrap(patch, HostStates, "take", lambda take, self, step: take(self, step + 1))
+
+
+@bug("state.prefix", aim=both(with_swaps, with_host_states(4)))
+def swapped_state_is_not_saved(patch: pytest.MonkeyPatch) -> None:
+    """Only the KV of a preempted request is copied to the host."""
+    save_states = planner.save_states  # type: ignore[attr-defined]
+    patch.setattr(planner, "save_states", lambda *arguments: save_states(*arguments[:3]))
+
+
+@bug("state.prefix", "plan.save", "core", aim=both(with_swaps, with_host_states(4)))
+def one_place_for_two_states(patch: pytest.MonkeyPatch) -> None:
+    """A place with the state of a preempted request counts as free."""
+
+    def keep(take: Any, self: HostStates, step: int) -> int:
+        place: int = take(self, step)
+        self._free.append(place)
+        return place
+
+    wrap(patch, HostStates, "take", keep)
+    patch.setattr(HostStates, "validate", lambda self, held: None)
+
+
+@bug("plan.save", aim=both(with_swaps, with_host_states(4)))
+def swapped_state_of_an_earlier_token(patch: pytest.MonkeyPatch) -> None:
+    """The state before the newest computed token counts as that of the swapped KV."""
+    save_states = planner.save_states  # type: ignore[attr-defined]
+
+    def earlier(worker: Any, appended: Any, prefilling: Any, swapped: Any) -> Any:
+        swapped = [each._replace(num_tokens=each.num_tokens - 1) for each in swapped]
+        return save_states(worker, appended, prefilling, swapped)
+
+    patch.setattr(planner, "save_states", earlier)
+
+
+@bug("core", aim=both(with_swaps, with_host_states(4)))
+def place_of_a_cancelled_request_is_kept(patch: pytest.MonkeyPatch) -> None:
+    """If a preempted request ends, its blocks in host memory are released, but not the place of its state."""
+
+    def without(release: Any, self: Worker, request: Any, *, last_step: int) -> None:
+        states, self.swap.states = self.swap.states, None if last_step == self.last_step else self.swap.states
+        release(self, request, last_step=last_step)
+        self.swap.states = states
+
+    wrap(patch, Worker, "release_swapped", without)

@@ -181,6 +181,11 @@ def with_state(scenario: Scenario) -> Scenario:
     return dataclasses.replace(scenario, workers=tuple(sizes), state_bytes=64)
 
 
+def with_host_states(number: int) -> Aim:
+    """Return an adaptation to workers whose host memory holds so many recurrent states of preempted requests."""
+    return lambda scenario: dataclasses.replace(with_state(scenario), num_host_states=number)
+
+
 def with_checkpoints(number: int) -> Aim:
     """Return an adaptation: repetitive prompts, and workers that save this many recurrent states."""
     return lambda scenario: dataclasses.replace(with_state(with_few_words(scenario)), num_checkpoints=number)
@@ -585,6 +590,18 @@ AIMS: tuple[tuple[str, Aim], ...] = (
     ),
     ("recurrent state", both(with_few_words, with_state, with_faults(Fault.CRASH, Fault.CANCEL, per_step=0.02))),
     ("recurrent state and little memory", both(with_swaps, with_state)),
+    ("swapped states", both(with_swaps, with_host_states(4), with_faults(Fault.CRASH, Fault.CANCEL, per_step=0.02))),
+    ("few places for swapped states", both(with_swaps, with_host_states(1))),
+    (
+        "swapped states and checkpoints",
+        both(
+            with_checkpoints(8),
+            with_swaps,
+            with_limits(prefix_cache="hash"),
+            with_host_states(3),
+            with_faults(Fault.CRASH, Fault.SPOILT_ROW, per_step=0.02),
+        ),
+    ),
     (
         "checkpoints",
         both(with_checkpoints(40), with_faults(Fault.CRASH, Fault.CANCEL, Fault.FAILED_ROW, Fault.SPOILT_ROW)),

@@ -144,6 +144,8 @@ class Scenario:
     """Size of a row's recurrent state; 0 if the model has only KV."""
     num_checkpoints: int = 0
     """Number of recurrent states that each worker can save."""
+    num_host_states: int = 0
+    """Number of recurrent states of preempted requests that each worker's host memory can hold."""
     disk: DiskShape = DiskShape()
     copies_overlap: bool = False
     """Whether copies between device and host overlap with steps, as on a GPU."""
@@ -181,6 +183,7 @@ def draw(seed: int, *, faults: bool = True) -> Scenario:
         check_every=rng.choice((32, 64, 128)),
         state_bytes=_draw_state(seed),
         num_checkpoints=_draw_checkpoints(seed, max_num_seqs),
+        num_host_states=random.Random(f"host states of {seed}").choice((0, 1, 2, max_num_seqs)),
         disk=_draw_disk_shape(seed, step),
         copies_overlap=random.Random(f"copies of {seed}").random() < 1 / 2,
     )

@@ -134,6 +134,7 @@ class Site:
             break_even_context=size.break_even_context,
             state_bytes=self._world.scenario.state_bytes,
             num_checkpoints=self._world.scenario.num_checkpoints,
+            num_host_states=self._world.scenario.num_host_states,
             num_kv_groups=self._world.scenario.windows.num_groups,
             window=self._world.scenario.windows.window,
             window_chunk=self._world.scenario.windows.chunk,

@@ -151,6 +151,7 @@ def _hello(event: ev.WorkerHello) -> plan_pb2.Hello:
         num_host_blocks=event.num_host_blocks,
         num_disk_blocks=event.num_disk_blocks,
         num_checkpoints=event.num_checkpoints,
+        num_host_states=event.num_host_states,
         max_draft_tokens=event.max_draft_tokens,
         num_kv_groups=event.num_kv_groups,
         window=event.window,

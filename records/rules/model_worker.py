@@ -18,7 +18,7 @@ of them equal the row's next tokens. The KV of a rejected draft is invalid, and 
 With `state_bytes`, a row also has a recurrent state, which is a value for the sequence up to its newest computed token.
 Each token of a row reads and replaces this state. The state remains in the slot when the request leaves the row. With
 `num_checkpoints`, plans save states to checkpoints, and rows begin with the state of a checkpoint. A row that begins
-with computed tokens needs a checkpoint.
+with computed tokens needs a checkpoint. With `num_host_states`, the state of a row that leaves is saved to host memory.
 
 With several KV groups, a row also has a table for each group with a window. In every step, the worker compares all
 slots that the row's new tokens can see through the window with the expected values.
@@ -124,6 +124,7 @@ class ModelWorker:
     break_even_context: int = 0
     state_bytes: int = 0
     num_checkpoints: int = 0
+    num_host_states: int = 0
     num_kv_groups: int = 1
     window: int = 0
     window_chunk: int = 0
@@ -164,7 +165,7 @@ class ModelWorker:
     _states: dict[int, tuple[int, int]] = field(default_factory=dict)
     """For each row index, the number of tokens in the recurrent state, and the state's value for them."""
     _checkpoints: dict[int, _Checkpoint] = field(default_factory=dict)
-    """By checkpoint: its content."""
+    """By checkpoint, or place in host memory: its content."""
 
     def hello(self, worker_id: str = "w", reason: ev.HelloReason = ev.HelloReason.STARTED) -> ev.WorkerHello:
         """Return the worker's first message."""
@@ -190,6 +191,7 @@ class ModelWorker:
             num_host_blocks=self.num_host_blocks,
             num_disk_blocks=self.num_disk_blocks,
             num_checkpoints=self.num_checkpoints,
+            num_host_states=self.num_host_states,
             num_kv_groups=self.num_kv_groups,
             window=self.window,
             window_chunk=self.window_chunk,
@@ -259,6 +261,7 @@ class ModelWorker:
         if plan.step != self.last_step + 1:
             raise ViolationError("plan.step", f"step {plan.step} after {self.last_step}")
         self.last_step = plan.step
+        self._save_to_host(plan)
         for index in plan.leaves.tolist():
             self._leave(index)
         host = self.num_blocks
@@ -626,8 +629,19 @@ class ModelWorker:
         row.fails, row.spoil = True, writer.spoil
         self._states[row.index] = num_tokens, row.values[num_tokens - 1]
 
+    def _save_to_host(self, plan: Plan) -> None:
+        """Save the recurrent states of rows that leave to host memory."""
+        leaves = set(plan.leaves.tolist())
+        columns = plan.save_rows.tolist(), plan.save_lengths.tolist(), plan.save_checkpoints.tolist()
+        for index, num_tokens, place in zip(*columns, strict=True):
+            if place >= self.num_checkpoints:
+                if index not in leaves or self._row(index, "save").computed != num_tokens:
+                    what = f"the state of row {index} after {num_tokens} tokens is saved to the host"
+                    raise ViolationError("plan.save", what)
+                self._save(index, num_tokens, place)
+
     def _check_saves(self, plan: Plan, computed: dict[int, tuple[int, int]]) -> list[tuple[int, int, int]]:
-        """Return the plan's saves as (row, number of tokens, checkpoint).
+        """Return the plan's saves to checkpoints as (row, number of tokens, checkpoint).
 
         Args:
             plan: the plan.
@@ -636,9 +650,10 @@ class ModelWorker:
         columns = plan.save_rows.tolist(), plan.save_lengths.tolist(), plan.save_checkpoints.tolist()
         saves = list(zip(*columns, strict=True))
         checkpoints = columns[2]
-        is_known = all(0 <= each < self.num_checkpoints for each in checkpoints)
+        is_known = all(0 <= each < self.num_checkpoints + self.num_host_states for each in checkpoints)
         if not is_known or len(set(checkpoints)) < len(checkpoints):
             raise ViolationError("plan.save", f"states are saved to checkpoints {checkpoints}")
+        saves = [save for save in saves if save[2] < self.num_checkpoints]
         for index, num_tokens, _ in saves:
             first, last = computed.get(index, (0, -1))
             if not num_tokens > 0 or not first <= num_tokens <= last or num_tokens % self.block_size:

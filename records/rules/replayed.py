@@ -192,6 +192,7 @@ def _model(hello: ev.WorkerHello, config: CoreConfig) -> _Follower:
         max_draft_tokens=hello.max_draft_tokens,
         state_bytes=hello.model.state_bytes,
         num_checkpoints=hello.num_checkpoints,
+        num_host_states=hello.num_host_states,
         num_kv_groups=hello.num_kv_groups,
         window=hello.window,
         window_chunk=hello.window_chunk,

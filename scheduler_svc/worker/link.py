@@ -390,6 +390,7 @@ def _hello(peer: ev.Peer, hello: plan_pb2.Hello) -> ev.WorkerHello:
         num_host_blocks=min(hello.num_host_blocks, _MAX_BLOCKS),
         num_disk_blocks=min(hello.num_disk_blocks, _MAX_DISK_BLOCKS),
         num_checkpoints=min(hello.num_checkpoints, _MAX_BLOCKS),
+        num_host_states=min(hello.num_host_states, _MAX_BLOCKS),
         max_draft_tokens=hello.max_draft_tokens,
         num_kv_groups=hello.num_kv_groups,
         window=hello.window,

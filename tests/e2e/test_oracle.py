@@ -110,8 +110,12 @@ def test_turns_of_a_conversation_with_recurrent_state(tmp_path: Path, architectu
     assert tally.near_ties * 1000 < tally.tokens == 20 * len(least)
 
 
-def test_preempted_requests_with_recurrent_state(tmp_path: Path) -> None:
-    """Requests that lose their blocks are computed again from the first token, and have the reference's tokens."""
+@pytest.mark.parametrize("host_cache", ["0", "1MiB"])
+def test_preempted_requests_with_recurrent_state(tmp_path: Path, host_cache: str) -> None:
+    """Requests that lose their blocks have the reference's tokens.
+
+    They continue with their KV and state from host memory, or are computed again from the first token.
+    """
     checkpoint = make_checkpoint("Lfm2ForCausalLM", tmp_path / "model")
     oracle = Oracle(checkpoint)
     prompts = draw_prompts((70, 5, 33, 150, 1, 20), oracle.vocab_size)
@@ -125,9 +129,11 @@ def test_preempted_requests_with_recurrent_state(tmp_path: Path) -> None:
         "--max-num-seqs=6",
         "--state-checkpoints=0",
         "--dtype=float32",
+        f"--host-cache={host_cache}",
     ) as served:
         answers = generate_all(served.grpc, prompts, [60] * len(prompts))
         assert served.metric("quire_preemptions_total") > 0
+        assert (served.metric("quire_swapped_in_blocks_total") > 0) == (host_cache != "0")
     tally = Tally()
     for answer in answers:
         oracle.check_greedy(answer.prompt, answer.tokens, tally)

@@ -10,13 +10,15 @@ from records.rules.oracle import expected_output
 from tests.scheduler_svc.cluster import Cluster
 
 
-def _cluster(num_blocks: int = 200, max_rows: int = 4, num_checkpoints: int = 0, **limits: object) -> Cluster:
+def _cluster(
+    num_blocks: int = 200, max_rows: int = 4, num_checkpoints: int = 0, num_host_states: int = 0, **limits: object
+) -> Cluster:
     """Return a cluster whose only worker has recurrent state, and also offers drafts and host blocks."""
     cluster = Cluster(**({"max_num_seqs": max_rows, "max_num_batched_tokens": 64} | limits))
     cluster.join(
         ModelWorker(
             b"w/1", num_blocks, 4, max_rows, max_tokens_per_step=64, num_host_blocks=100, max_draft_tokens=4,
-            state_bytes=64, num_checkpoints=num_checkpoints,
+            state_bytes=64, num_checkpoints=num_checkpoints, num_host_states=num_host_states,
         )
     )  # fmt: skip
     return cluster
@@ -45,7 +47,7 @@ def test_without_checkpoints_each_prompt_is_computed(prefix_cache: str) -> None:
 
 
 def test_a_preempted_request_is_computed_again() -> None:
-    """When memory runs out, no KV is swapped out, although the worker has host blocks."""
+    """When memory runs out, no KV is swapped out if the worker has host blocks, but no place for states."""
     cluster = _cluster(num_blocks=20, capacity="max_utilization")
     for stream in range(4):
         cluster.submit(stream, [stream, 2, 3], 40)
@@ -55,6 +57,31 @@ def test_a_preempted_request_is_computed_again() -> None:
     (worker,) = cluster.core.stats().workers
     assert worker.counters.preemptions > 0
     assert worker.counters.swapped == worker.counters.restored_tokens == 0
+
+
+@pytest.mark.parametrize("max_plans_in_flight", [1, 2])
+@pytest.mark.parametrize(("num_checkpoints", "prefix_cache"), [(0, "off"), (0, "hash"), (8, "hash"), (8, "radix")])
+def test_a_swapped_request_continues_at_its_newest_token(
+    num_checkpoints: int, prefix_cache: str, max_plans_in_flight: int
+) -> None:
+    """Its state moves to the host with its KV. At most as many requests are swapped as there are places for states."""
+    cluster = _cluster(
+        num_blocks=20, num_checkpoints=num_checkpoints, num_host_states=2, capacity="max_utilization",
+        prefix_cache=prefix_cache, max_plans_in_flight=max_plans_in_flight,
+    )  # fmt: skip
+    for stream in range(4):
+        cluster.submit(stream, [stream, 2, 3], 40)
+    cluster.run()
+
+    _check_tokens(cluster)
+    (worker,) = cluster.core.stats().workers
+    assert worker.counters.swapped > 0
+    places = range(num_checkpoints, num_checkpoints + 2)
+    back = [each for plan in cluster.plans for each in plan.admissions if each.checkpoint in places]
+    assert len(back) == worker.counters.swapped
+    # The newest token is known, but not computed.
+    assert all(len(each.token_ids) - each.num_computed_tokens == 1 for each in back)
+    assert worker.host_blocks_held == 0
 
 
 def test_no_row_has_drafts() -> None:

@@ -7,11 +7,12 @@ import torch
 
 from checks.driver import CPU, Driver, make_engine
 from measure.testbed.checkpoints import make_checkpoint
+from shared.columns import to_column
 from shared.config import ConfigError, WorkerConfig
 from tests.worker_svc.oracle import Oracle, Verdict
 from worker_svc.interface.errors import PlanError
 from worker_svc.model.loader import load_model
-from worker_svc.model.recurrent import RowStates, StateShape
+from worker_svc.model.recurrent import RowStates, StateSave, StateShape
 
 PROMPT = list(range(40, 75))
 COUNT = 12
@@ -154,6 +155,60 @@ def test_the_state_of_the_former_request_is_not_saved(checkpoint: Path, oracle: 
     _check(oracle, PROMPT, driver.rows[again].tokens[len(PROMPT) :][:COUNT])
 
 
+def test_a_swapped_row_continues_at_its_newest_token(checkpoint: Path, oracle: Oracle) -> None:
+    """KV and state of a row move to host memory and back, while another request uses its row and its blocks."""
+    engine = make_engine(checkpoint, max_num_seqs=3, max_num_batched_tokens=128, host_cache="1MiB")
+    place = engine.limits.num_checkpoints
+    assert engine.limits.num_host_states == 3
+    driver = Driver(engine)
+    row = driver.admit(PROMPT)
+    driver.chunk(row, len(PROMPT))
+    for _ in range(5):
+        driver.step()
+    computed, blocks = driver.rows[row].computed, list(driver.rows[row].blocks)
+    driver.save(row, computed, place)
+    driver.plan.swap_out_blocks, driver.plan.swap_out_host_blocks = to_column(blocks), to_column(range(len(blocks)))
+    driver.plan.copy_ids = to_column([1])
+    tokens = driver.leave(row)
+    driver.admit([5, 6, 7, *PROMPT[::-1]], row=row, blocks=blocks)
+    driver.chunk(row, 3 + len(PROMPT))
+    driver.step()
+
+    others = [driver.take_block() for _ in blocks]
+    again = driver.admit(tokens, blocks=others, computed=computed, checkpoint=place)
+    driver.plan.swap_in_host_blocks, driver.plan.swap_in_blocks = to_column(range(len(blocks))), to_column(others)
+    driver.plan.copy_ids = to_column([2])
+    _decode(driver, {again: PROMPT})
+
+    assert driver.rows[again].num_known - computed == 1
+    _check(oracle, PROMPT, driver.rows[again].tokens[len(PROMPT) :][:COUNT])
+
+
+def test_the_state_of_a_row_that_stays_is_not_saved_to_the_host(checkpoint: Path) -> None:
+    """The plan violates the protocol."""
+    driver = Driver(make_engine(checkpoint, max_num_seqs=3, host_cache="1MiB"))
+    row = driver.admit(PROMPT)
+    driver.chunk(row, 20)
+    driver.save(row, 20, driver.engine.limits.num_checkpoints)
+
+    with pytest.raises(PlanError, match="a row that does not leave is saved to host memory"):
+        driver.step()
+
+
+def test_a_state_in_host_memory_is_dropped_if_its_row_has_failed() -> None:
+    """A former state in the same place is not restored instead."""
+    states = RowStates([StateShape((2,), torch.float32)], 2, CPU, num_checkpoints=1, num_host_states=1)
+    states.close([0], [4], [torch.ones(1, 2)])
+    states.save(StateSave(0, 4, 1))
+    states.restore(1, 4, 1)
+    assert states.open([1], [4]).tensors[0][1].tolist() == [1, 1]
+
+    states.forget(1)
+
+    with pytest.raises(RuntimeError, match="has the state after -1 tokens"):
+        states.restore(0, 4, 1)
+
+
 def test_a_checkpoint_of_another_length_is_not_restored(checkpoint: Path) -> None:
     """The step fails rather than compute tokens from the wrong state."""
     driver = _engine(checkpoint)
@@ -186,8 +241,10 @@ def test_settings_that_copy_or_roll_back_a_state_are_refused(checkpoint: Path) -
     """The line names the setting and what to use."""
     with pytest.raises(ConfigError, match=r"speculation: ngram is not supported for models with recurrent state.*off"):
         make_engine(checkpoint, speculation="ngram")
-    with pytest.raises(ConfigError, match=r"host_cache: 1MiB is not supported for models with recurrent state.*use 0"):
-        make_engine(checkpoint, host_cache="1MiB")
+    with pytest.raises(ConfigError, match=r"disk_cache: /x is not supported for models with recurrent state"):
+        make_engine(checkpoint, disk_cache="/x")
+    with pytest.raises(ConfigError, match=r"host_cache: 600 has [0-9]+ bytes for recurrent state.*or use 0"):
+        make_engine(checkpoint, host_cache="600")
 
 
 def test_states_are_counted_in_the_memory(checkpoint: Path) -> None:

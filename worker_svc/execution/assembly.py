@@ -63,11 +63,12 @@ def build_engine(
     num_weights = description.weights_per_layer * num_layers // group.size
     # A step includes every running request, so a small token limit also lowers the default number of rows.
     max_rows = config.max_num_seqs or min(default_rows(gpu), config.max_num_batched_tokens or MAX_STEP_TOKENS)
-    num_checkpoints = 0
+    num_checkpoints = num_host_states = 0
     if model.state_bytes:
         _check_recurrent(config)
         max_rows, num_checkpoints = _count_states(config, model, max_rows, device)
-        model.allocate_states(max_rows, num_checkpoints)
+        num_host_states = _count_host_states(config, model, max_rows)
+        model.allocate_states(max_rows, num_checkpoints, num_host_states)
     max_tokens = config.max_num_batched_tokens or default_tokens(gpu, num_weights, max_rows)
     limits = Limits(
         max_rows=max_rows,
@@ -80,6 +81,7 @@ def build_engine(
         max_draft_tokens=0 if config.speculation == "off" else config.speculative_tokens,
         state_bytes=model.state_bytes,
         num_checkpoints=num_checkpoints,
+        num_host_states=num_host_states,
     )
     draft_model = _load_draft_model(config, description, device, group)
     kv_shapes = model.kv_shapes + (() if draft_model is None else draft_model.kv_shapes)
@@ -118,7 +120,8 @@ def build_engine(
             rows=limits.max_rows,
             max_model_len=limits.max_model_len,
         )
-    num_host_blocks = parse_bytes(config.host_cache) // bytes_per_block if bytes_per_block else 0
+    host_memory = parse_bytes(config.host_cache) - num_host_states * limits.state_bytes
+    num_host_blocks = host_memory // bytes_per_block if bytes_per_block else num_host_states * limits.max_blocks_per_row
     num_blocks, num_host_blocks = group.least((num_blocks, num_host_blocks))
     limits = dataclasses.replace(
         limits,
@@ -220,21 +223,20 @@ def _count_disk_blocks(config: WorkerConfig, num_host_blocks: int, bytes_per_blo
 
 
 def _check_recurrent(config: WorkerConfig) -> None:
-    """Check that the settings do not need to go back to an earlier state, or to copy one to the host.
+    """Check that the settings do not need to go back to an earlier state, or to copy one to disk.
 
     Raises:
         ConfigError: a setting does.
     """
     used = {
         "speculation": config.speculation != "off",
-        "host_cache": parse_bytes(config.host_cache) > 0,
         "disk_cache": bool(config.disk_cache),
     }
     for setting in (name for name, is_used in used.items() if is_used):
         default = WorkerConfig.__dataclass_fields__[setting].default or "no folder"
         raise ConfigError(
             f"{setting}: {getattr(config, setting)} is not supported for models with recurrent state, which is not"
-            f" rolled back or copied to the host; use {default}"
+            f" rolled back or copied to disk; use {default}"
         )
 
 
@@ -277,6 +279,24 @@ def _count_states(config: WorkerConfig, model: Model, max_rows: int, device: tor
         setting=setting,
     )
     return rows, checkpoints
+
+
+def _count_host_states(config: WorkerConfig, model: Model, max_rows: int) -> int:
+    """Return the number of states of preempted requests in host memory: one per row, in at most a quarter of it.
+
+    A model without keys and values uses all of it.
+
+    Raises:
+        ConfigError: there is host memory, but too little for one state.
+    """
+    memory = parse_bytes(config.host_cache)
+    share = memory // 4 if model.kv_shapes else memory
+    if memory and share < model.state_bytes:
+        raise ConfigError(
+            f"host_cache: {config.host_cache} has {share:,} bytes for recurrent state, but that of one row takes"
+            f" {model.state_bytes:,}; raise it, or use 0"
+        )
+    return min(max_rows, share // model.state_bytes)
 
 
 def _rows(number: int) -> str:

@@ -209,6 +209,7 @@ class Engine:
             self._proposer.follow(plan)
         self._tracing.rows_left(self._rows.leave(plan), self._rows.num_computed, began_unix_ns)
         swapped_out = self._host_pool.swap_out(plan)
+        self._save_to_host(plan)
         if plan.block_copies is not None:
             make_copies(plan.block_copies, self._pool)
         self._rows.change(plan)
@@ -323,6 +324,18 @@ class Engine:
         if self.grammars is not None:
             self.grammars.forget_reports()
         self._failures.clear()
+
+    def _save_to_host(self, plan: Plan) -> None:
+        """Save the states of rows that leave to host memory."""
+        states = self._model.states
+        if plan.host_saves is None or states is None:
+            return
+        for row, length, place in zip(*map(np.ndarray.tolist, plan.host_saves.columns), strict=True):
+            if self._rows.num_computed[row] == length:
+                states.save(StateSave(row, length, place))
+            else:
+                # The row has failed, so that its last tokens are not computed. The request does not continue.
+                states.forget(place)
 
     def _copy_states(self, plan: Plan) -> tuple[StateSave, ...]:
         """Restore the states of admitted rows, and save present states; return the saves within the step."""

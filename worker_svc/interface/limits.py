@@ -28,6 +28,8 @@ class Limits:
     """Bytes per row of recurrent state; 0 if a row has only keys and values."""
     num_checkpoints: int = 0
     """Number of checkpoints of recurrent states."""
+    num_host_states: int = 0
+    """Number of recurrent states of preempted requests in host memory, numbered after the checkpoints."""
 
     @property
     def max_blocks_per_row(self) -> int:

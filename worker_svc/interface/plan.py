@@ -159,3 +159,6 @@ class Plan:
     draft_limits: IntArray
     """Most draft tokens that each of `draft_rows` verifies per decode step, from this step on."""
     state_saves: StateSaves | None = None
+    """Saves to checkpoints, before or within the forward pass."""
+    host_saves: StateSaves | None = None
+    """Saves of rows that leave to host memory, before the rest of the plan."""

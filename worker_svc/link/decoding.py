@@ -44,9 +44,11 @@ def decode_plan(message: plan_pb2.Plan, limits: Limits) -> Plan:
         chunk_rows, chunk_lengths = _chunks(message, limits)
         append_rows, append_blocks, append_windows = _appends(message, limits)
         draft_rows, draft_limits = _draft_limits(message, limits)
+        leaves = _rows(message.leaves, "leave", limits)
+        state_saves, host_saves = _state_saves(message, leaves, limits)
         return Plan(
             step=message.step,
-            leaves=_rows(message.leaves, "leave", limits),
+            leaves=leaves,
             admissions=tuple([_admission(admission, limits) for admission in message.admissions]),
             append_rows=append_rows,
             append_blocks=append_blocks,
@@ -62,7 +64,8 @@ def decode_plan(message: plan_pb2.Plan, limits: Limits) -> Plan:
             copy_ids=_ids(message.copy_ids),
             draft_rows=draft_rows,
             draft_limits=draft_limits,
-            state_saves=_state_saves(message, limits),
+            state_saves=state_saves,
+            host_saves=host_saves,
         )
     except MalformedColumnError as error:
         raise PlanError(str(error)) from None
@@ -218,17 +221,28 @@ def _block_copies(message: plan_pb2.Plan, limits: Limits) -> BlockCopies | None:
     return BlockCopies(sources, targets)
 
 
-def _state_saves(message: plan_pb2.Plan, limits: Limits) -> StateSaves | None:
+def _state_saves(
+    message: plan_pb2.Plan, leaves: IntArray, limits: Limits
+) -> tuple[StateSaves | None, StateSaves | None]:
+    """Return the saves to checkpoints, and those of the rows that leave to host memory."""
     if not (message.save_rows or message.save_lengths or message.save_checkpoints):
-        return None
+        return None, None
     rows, lengths = from_columns(message.save_rows, message.save_lengths)
     checkpoints = from_columns(message.save_rows, message.save_checkpoints)[1]
     _check_rows(rows, "save", limits)
-    if _outside(checkpoints, limits.num_checkpoints) or len(np.unique(checkpoints)) < len(checkpoints):
-        raise PlanError(f"save: a checkpoint is outside [0, {limits.num_checkpoints}), or occurs twice")
+    num_places = limits.num_checkpoints + limits.num_host_states
+    if _outside(checkpoints, num_places) or len(np.unique(checkpoints)) < len(checkpoints):
+        raise PlanError(f"save: a checkpoint is outside [0, {num_places}), or occurs twice")
     if int(lengths.min()) < 1:
         raise PlanError("save: a state without tokens is saved")
-    return StateSaves(rows.astype(np.int64), lengths.astype(np.int64), checkpoints.astype(np.int64))
+    columns = [each.astype(np.int64) for each in (rows, lengths, checkpoints)]
+    on_host = checkpoints >= limits.num_checkpoints
+    if not np.isin(rows[on_host], leaves).all():
+        raise PlanError("save: the state of a row that does not leave is saved to host memory")
+    to_checkpoints, to_host = (
+        StateSaves(*(column[part] for column in columns)) if part.any() else None for part in (~on_host, on_host)
+    )
+    return to_checkpoints, to_host
 
 
 def _admission(message: plan_pb2.Admission, limits: Limits) -> Admission:
@@ -245,8 +259,9 @@ def _admission(message: plan_pb2.Admission, limits: Limits) -> Admission:
     if message.num_computed_tokens >= len(tokens):
         raise PlanError("admission: all tokens are computed already; at least one must remain")
     checkpoint = message.checkpoint if message.HasField("checkpoint") else None
-    if checkpoint is not None and checkpoint >= limits.num_checkpoints:
-        raise PlanError(f"admission: checkpoint {checkpoint} is outside [0, {limits.num_checkpoints})")
+    num_places = limits.num_checkpoints + limits.num_host_states
+    if checkpoint is not None and checkpoint >= num_places:
+        raise PlanError(f"admission: checkpoint {checkpoint} is outside [0, {num_places})")
     if limits.state_bytes and (checkpoint is None) == (message.num_computed_tokens > 0):
         raise PlanError(
             "admission: recurrent state begins with the first token or with a checkpoint, but"

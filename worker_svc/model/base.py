@@ -106,8 +106,11 @@ class Model(Protocol):
         """
         ...
 
-    def allocate_states(self, num_rows: int, num_checkpoints: int = 0) -> None:
-        """Allocate the recurrent states for a worker's rows and checkpoints. Without `state_bytes`, do nothing."""
+    def allocate_states(self, num_rows: int, num_checkpoints: int = 0, num_host_states: int = 0) -> None:
+        """Allocate the recurrent states for a worker's rows and checkpoints, and those in host memory.
+
+        Without `state_bytes`, do nothing.
+        """
         ...
 
     @property

@@ -96,16 +96,21 @@ class CacheModel(TransformersModel):
     def state_bytes(self) -> int:
         return sum(shape.num_bytes for shape in self._state_shapes)
 
-    def allocate_states(self, num_rows: int, num_checkpoints: int = 0, dtype: torch.dtype | None = None) -> None:
+    def allocate_states(
+        self, num_rows: int, num_checkpoints: int = 0, num_host_states: int = 0, dtype: torch.dtype | None = None
+    ) -> None:
         """See `Model.allocate_states`.
 
         Args:
             num_rows: number of rows.
             num_checkpoints: number of checkpoints.
+            num_host_states: number of states in host memory.
             dtype: type of the states; None for the class's type.
         """
         if self._state_shapes:
-            self._states = RowStates(self._state_shapes, num_rows, self._decoder.device, dtype, num_checkpoints)
+            self._states = RowStates(
+                self._state_shapes, num_rows, self._decoder.device, dtype, num_checkpoints, num_host_states
+            )
 
     @property
     def states(self) -> RowStates | None:

@@ -6,7 +6,8 @@ other without gaps or repetitions. The scheduler guarantees this (`ModelInfo.sta
 module checks it: it remembers up to which token the state of each row is computed.
 
 Checkpoints are copies of states. The scheduler decides when the state of a row is saved to a checkpoint, and which rows
-begin with the state of a checkpoint instead of an empty one.
+begin with the state of a checkpoint instead of an empty one. The states of preempted requests are saved to host memory
+in the same way. Their places are numbered after the checkpoints.
 """
 
 import math
@@ -56,7 +57,7 @@ class OpenStates:
 
 
 class RowStates:
-    """A worker's row states, and its checkpoints, which follow the rows in each tensor."""
+    """A worker's row states, its checkpoints, which follow the rows in each tensor, and the states in host memory."""
 
     def __init__(
         self,
@@ -65,6 +66,7 @@ class RowStates:
         device: torch.device,
         dtype: torch.dtype | None = None,
         num_checkpoints: int = 0,
+        num_host_states: int = 0,
     ) -> None:
         """Allocate the states.
 
@@ -72,6 +74,7 @@ class RowStates:
             shapes: the tensors of one row's state.
             num_rows: number of rows.
             num_checkpoints: number of checkpoints.
+            num_host_states: number of states in host memory.
             device: the device of the states.
             dtype: type of all tensors; None for the types in `shapes`.
         """
@@ -79,8 +82,11 @@ class RowStates:
             torch.zeros((num_rows + num_checkpoints, *each.shape), dtype=dtype or each.dtype, device=device)
             for each in shapes
         ]
+        self._host_tensors = [
+            torch.zeros((num_host_states, *each.shape[1:]), dtype=each.dtype) for each in self._tensors
+        ]
         self._num_rows = num_rows
-        self._ends = [0] * (num_rows + num_checkpoints)
+        self._ends = [0] * (num_rows + num_checkpoints + num_host_states)
 
     def open(self, rows: Sequence[int], starts: Sequence[int]) -> "OpenStates":
         """Return some rows' states for a forward pass, which ends with `close`.
@@ -120,12 +126,16 @@ class RowStates:
             self._ends[row] = end
 
     def save(self, save: StateSave) -> None:
-        """Copy the state of a row to a checkpoint.
+        """Copy the state of a row to a checkpoint or to host memory.
 
         Raises:
             RuntimeError: the state is not that after `save.length` tokens.
         """
         self._copy(save.row, self._num_rows + save.checkpoint, save.length)
+
+    def forget(self, checkpoint: int) -> None:
+        """Mark the state in a checkpoint or in host memory as invalid."""
+        self._ends[self._num_rows + checkpoint] = _UNKNOWN
 
     def restore(self, row: int, length: int, checkpoint: int) -> None:
         """Copy a checkpoint to the state of a row, which begins with `length` computed tokens.
@@ -141,8 +151,11 @@ class RowStates:
                 f"recurrent state: place {source} has the state after {self._ends[source]} tokens, but the plan copies"
                 f" the state after {length}"
             )
-        for tensor in self._tensors:
-            tensor[target].copy_(tensor[source])
+        for tensor, on_host in zip(self._tensors, self._host_tensors, strict=True):
+            source_state, target_state = (
+                tensor[place] if place < len(tensor) else on_host[place - len(tensor)] for place in (source, target)
+            )
+            target_state.copy_(source_state)
         self._ends[target] = length
 
     def _index(self, rows: Sequence[int]) -> torch.Tensor:

@@ -66,8 +66,8 @@ _BY_BLOCK = (
     "RecencyQueue.", "Retention.", "_Group.", "_Node.",
 )  # fmt: skip
 """Containers with at most a few entries for each block of a worker."""
-_BY_CHECKPOINT = ("StateCheckpoints.",)
-"""Containers with at most a few entries for each checkpoint of a worker."""
+_BY_STATE = ("StateCheckpoints.", "HostStates.")
+"""Containers with at most a few entries for each recurrent state that a worker can save."""
 
 _CONTAINERS = (dict, list, set, frozenset, deque, tuple, array)
 _PLAIN = (str, bytes, int, float, type(None), enum.Enum)
@@ -106,8 +106,8 @@ class MemoryIsBounded(Promise):
             most = _PER_LIVE * live + (_LAZY if path in _IS_LAZY else _TABLE if path in _IS_TABLE else _ALWAYS)
             if path.startswith(_BY_BLOCK):
                 most += _PER_LIVE * blocks
-            if path.startswith(_BY_CHECKPOINT):
-                most += _PER_LIVE * sum(model.num_checkpoints for model in models)
+            if path.startswith(_BY_STATE):
+                most += _PER_LIVE * sum(model.num_checkpoints + model.num_host_states for model in models)
             if size > most:
                 raise ViolationError("size", f"{path} has {size} entries beside {live} things that are live")
 

@@ -151,6 +151,8 @@ class WorkerHello:
     """Blocks that fit on its disk."""
     num_checkpoints: int = 0
     """Number of checkpoints of recurrent states that it can hold."""
+    num_host_states: int = 0
+    """Number of recurrent states of preempted requests that its host memory holds, numbered after the checkpoints."""
     num_kv_groups: int = 1
     """Number of block tables per row. All but the first are for layers with a window."""
     window: int = 0

@@ -479,5 +479,5 @@ class RequestRegistry:
         waiting = [request for request in self._requests.values() if request.state in WAITING]
         for worker in self._fleet:
             worker.swap.validate(
-                [r.swapped.host_blocks for r in waiting if r.swapped is not None and r.swapped.epoch == worker.epoch]
+                [r.swapped for r in waiting if r.swapped is not None and r.swapped.epoch == worker.epoch]
             )

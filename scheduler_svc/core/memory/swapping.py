@@ -8,7 +8,8 @@
 
 Cached blocks use only the memory that preempted requests do not need, and the least recently used ones are evicted.
 If the worker has a disk, they are also written to disk (`disk_space`). Like device blocks, host blocks are reused only
-after the results of all steps that use them have arrived.
+after the results of all steps that use them have arrived. If the model has recurrent state, only preempted requests use
+this memory, each with a place for its state (`host_states`).
 """
 
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from scheduler_svc.core.memory.block_pool import BlockPool
 from scheduler_svc.core.memory.disk_space import DiskSpace
 from scheduler_svc.core.memory.host_keys import BlockEntry, HostKeys
 from scheduler_svc.core.memory.host_pool import HostPool
+from scheduler_svc.core.memory.host_states import HostStates
 from scheduler_svc.core.memory.prefix_directory import PrefixDirectory
 
 SHARE = 0.25
@@ -53,6 +55,8 @@ class SwappedKV:
     host_blocks: IndexArray
     num_tokens: int
     """Number of leading tokens that it holds."""
+    state: int | None = None
+    """Place of the recurrent state after these tokens, see `host_states`; None if the model has no such state."""
 
 
 class SwapSpace:
@@ -66,6 +70,7 @@ class SwapSpace:
         caches: bool = False,
         directory: PrefixDirectory | None = None,
         epoch: int = 0,
+        states: HostStates | None = None,
     ) -> None:
         """Make a space of free blocks.
 
@@ -75,7 +80,9 @@ class SwapSpace:
             caches: whether cached blocks move here.
             directory: gets the keys of cached blocks that begin a sequence, under `epoch`.
             epoch: the worker's epoch.
+            states: places for recurrent states; None if the model has no such state.
         """
+        self.states = states
         self.caches = caches and num_host_blocks > 0
         self.pays = self.caches
         """Whether cached blocks move here at present, because copying is faster than computing."""
@@ -106,6 +113,10 @@ class SwapSpace:
     def has_room(self, num_blocks: int) -> bool:
         """Return whether `num_blocks` is above 0, and as many host blocks are free or cached."""
         return 0 < num_blocks <= self.pool.num_available
+
+    def has_room_for_state(self, step: int) -> bool:
+        """Return whether the plan of this step can save a row's recurrent state, or the row has none."""
+        return self.states is None or self.states.has_room(step)
 
     def out(self, blocks: IndexArray) -> BlockCopy:
         """Take host blocks and return the copy of device blocks to them."""
@@ -226,8 +237,11 @@ class SwapSpace:
         if self.disk is not None:
             self.disk.keys.leave_directory()
 
-    def validate(self, tables: list[IndexArray]) -> None:
-        """Check the blocks against the host blocks of preempted requests and of disk jobs."""
+    def validate(self, swapped: list[SwappedKV]) -> None:
+        """Check blocks and states against those of preempted requests and of disk jobs."""
+        tables = [each.host_blocks for each in swapped]
+        if self.states is not None:
+            self.states.validate(each.state for each in swapped if each.state is not None)
         if self.disk is not None:
             tables = tables + self.disk.held_tables()
             self.disk.validate()

@@ -10,6 +10,7 @@ import numpy as np
 
 from scheduler_svc.core.interface.arrays import NO_INDICES, IndexArray, where
 from scheduler_svc.core.interface.plan import BlockCopy
+from scheduler_svc.core.planning.state_saves import StateSave
 from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.workers.chunks import chunk_cost
 from scheduler_svc.core.workers.rows import DECODE, FREE
@@ -36,6 +37,8 @@ class BlockAllocation:
         """One block for each row."""
         self._appended_windows: list[IndexArray] = []
         self.swap_outs: list[BlockCopy] = []
+        self.swapped_states: list[StateSave] = []
+        """Recurrent states of rows that leave, which the plan copies to the host."""
         self.preempted: list[Preemption] = []
         self.out_of_memory = False
         """Whether a row needed a block when none was free or about to become free."""
@@ -65,7 +68,7 @@ class BlockAllocation:
                 self.append(rows[index : index + 1])
 
     def preempt(self, row: int, by: Request) -> None:
-        """Preempt a row for a request. Its KV moves to host memory if that is cheaper than recomputation."""
+        """Preempt a row for a request. Its KV and state move to host memory if that is cheaper than recomputation."""
         worker, rows = self._worker, self._rows
         num_computed = rows.num_computed(row)
         num_blocks = -(-num_computed // rows.block_size)
@@ -77,10 +80,14 @@ class BlockAllocation:
         if (
             may_swap
             and worker.swap.has_room(num_blocks)
+            and worker.swap.has_room_for_state(worker.last_step + 1)
             and worker.costs.swaps(num_blocks, self._cost_of(num_computed))
         ):
             request, copy = worker.swap_out(row)
             self.swap_outs.append(copy)
+            assert request.swapped is not None
+            if request.swapped.state is not None:
+                self.swapped_states.append(StateSave(row, num_computed, request.swapped.state))
             worker.counters.swapped += 1
         else:
             request = worker.preempt(row)

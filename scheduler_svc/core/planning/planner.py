@@ -491,10 +491,11 @@ class Planner:
                 row, window_room, taken, num_shared=len(room.cached), num_blocks=len(blocks)
             )
             self._worker.want_boundaries(row, window_room.boundaries)
-        checkpoint = None
+        checkpoint = None if room.swapped is None else room.swapped.state
         if self._worker.checkpoints is not None:
-            checkpoint = self._worker.checkpoints.restore(int(room.cached[-1])) if len(room.cached) else None
-            self._worker.want_checkpoints(row, len(room.cached))
+            if len(room.cached):
+                checkpoint = self._worker.checkpoints.restore(int(room.cached[-1]))
+            self._worker.want_checkpoints(row, num_computed // self._rows.block_size)
         self._worker.prefilling.append(row)
         self._worker.capacity.is_growing = True
         self._worker.grammars.occupied(request.grammar_key)
@@ -541,7 +542,7 @@ class Planner:
             draft_rows, draft_limits = self._set_draft_limits(decodes, *self._draft_limits)
         prefilled, pooled = self._advance_prefills()
         append_rows = _joined(self._allocation.appended_rows)
-        saves = save_states(worker, append_rows, self._chunks.rows)
+        saves = save_states(worker, append_rows, self._chunks.rows, self._allocation.swapped_states)
         if worker.windows is not None:
             worker.release_passed([*append_rows.tolist(), *self._chunks.rows])
         sampling, chunk_rows = decodes, _indices(self._chunks.rows)

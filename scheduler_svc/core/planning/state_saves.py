@@ -1,11 +1,22 @@
 """State saves: the recurrent states that a plan copies to checkpoints (see `state_checkpoints`)."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from scheduler_svc.core.interface.arrays import NO_INDICES, IndexArray
 from scheduler_svc.core.workers.worker import Worker
+
+
+class StateSave(NamedTuple):
+    """The recurrent state of a row that is saved."""
+
+    row: int
+    num_tokens: int
+    """Number of the row's tokens after which its state is saved."""
+    checkpoint: int
+    """Checkpoint, or place in host memory."""
 
 
 class StateSaves(NamedTuple):
@@ -19,7 +30,9 @@ class StateSaves(NamedTuple):
 NO_SAVES = StateSaves()
 
 
-def save_states(worker: Worker, appended: IndexArray, prefilling: list[int]) -> StateSaves:
+def save_states(
+    worker: Worker, appended: IndexArray, prefilling: list[int], swapped: Sequence[StateSave] = ()
+) -> StateSaves:
     """Choose the checkpoints of a plan. Call this once per plan, when its chunks are counted as computed.
 
     A generating row gets a block when its blocks are full. Its state is then at a block boundary, and is saved before
@@ -29,18 +42,19 @@ def save_states(worker: Worker, appended: IndexArray, prefilling: list[int]) -> 
         worker: the worker.
         appended: the decode rows that get a block in this plan.
         prefilling: the rows with a chunk in this plan.
+        swapped: the states of rows that leave, which move to the host.
     """
     checkpoints, rows = worker.checkpoints, worker.rows
     if checkpoints is None or not (len(appended) or prefilling):
-        return NO_SAVES
-    saves: list[tuple[int, int, int]] = []
+        return StateSaves(*np.array(swapped, np.intp).T) if swapped else NO_SAVES
+    saves = list(swapped)
     for row in appended.tolist():
         num_tokens = rows.capacity.item(row) - rows.block_size
         slot = checkpoints.save_private(row, rows.generation.item(row), num_tokens, rows.committed.item(row))
         if slot is not None:
-            saves.append((row, num_tokens, slot))
+            saves.append(StateSave(row, num_tokens, slot))
     for row in prefilling:
-        saves += ((row, *save) for save in worker.save_prompt(row, rows.num_computed(row)))
+        saves += (StateSave(row, *save) for save in worker.save_prompt(row, rows.num_computed(row)))
     checkpoints.plan_made()
     if not saves:
         return NO_SAVES

@@ -18,6 +18,7 @@ from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.core.interface.records import GrammarFailure
 from scheduler_svc.core.memory.block_pool import BlockPool
+from scheduler_svc.core.memory.host_states import HostStates
 from scheduler_svc.core.memory.partial_blocks import PartialBlocks
 from scheduler_svc.core.memory.prefix_cache import PrefixCache
 from scheduler_svc.core.memory.prefix_directory import PrefixDirectory
@@ -181,6 +182,7 @@ class Fleet:
         copies_parts = shares_prefixes and config.prefix_cache == "radix" and not is_recurrent and windows is None
         partial = PartialBlocks(num_blocks, hello.block_size) if copies_parts else None
         cache = PrefixCache(num_blocks, partial, self.directory, self._next_epoch, self._facts, checkpoints, windows)
+        swaps = windows is None and not (is_recurrent and not hello.num_host_states)
         costs = CostModel()
         worker = self._workers[hello.worker] = Worker(
             peer=hello.worker,
@@ -198,11 +200,12 @@ class Fleet:
             gate=BatchGate(config.batching),
             shares_prefixes=shares_prefixes,
             swap=SwapSpace(
-                0 if is_recurrent or windows is not None else hello.num_host_blocks,
+                hello.num_host_blocks if swaps else 0,
                 num_disk_blocks=hello.num_disk_blocks,
-                caches=shares_prefixes,
+                caches=shares_prefixes and not is_recurrent,
                 directory=self.directory,
                 epoch=self._next_epoch,
+                states=HostStates(hello.num_checkpoints, hello.num_host_states) if is_recurrent else None,
             ),
             protocol_version=hello.protocol_version,
             device=hello.device,

@@ -270,13 +270,14 @@ class Worker:
         return self._vacate(row, self.last_step)
 
     def swap_out(self, row: int) -> tuple[Request, BlockCopy]:
-        """Preempt a row's request; the current plan first copies its KV to the host."""
+        """Preempt a row's request; the current plan first copies its KV and its recurrent state to the host."""
         num_computed = self.rows.num_computed(row)
         num_blocks = -(-num_computed // self.rows.block_size)
         copy = self.swap.out(self.rows.blocks(row)[:num_blocks])
         # The current plan still reads these blocks.
         request = self._vacate(row, self.last_step + 1)
-        request.swapped = SwappedKV(epoch=self.epoch, host_blocks=copy.targets, num_tokens=num_computed)
+        state = None if self.swap.states is None else self.swap.states.take(self.last_step + 1)
+        request.swapped = SwappedKV(epoch=self.epoch, host_blocks=copy.targets, num_tokens=num_computed, state=state)
         return request, copy
 
     def swapped_here(self, request: Request) -> SwappedKV | None:
@@ -288,6 +289,8 @@ class Worker:
         swapped = self.swapped_here(request)
         if swapped is not None:
             self.swap.pool.release(swapped.host_blocks, last_step=last_step, answered_step=self.answered_step)
+            if self.swap.states is not None and swapped.state is not None:
+                self.swap.states.release(swapped.state, last_step)
             request.swapped = None
 
     def _vacate(self, row: int, last_step: int) -> Request:
@@ -492,7 +495,7 @@ class Worker:
 
         Args:
             row: the row.
-            num_shared: leading blocks that it shares with other rows.
+            num_shared: leading full blocks that are computed already.
         """
         request = self.rows.requests[row]
         if self.checkpoints is None or request is None:

@@ -25,7 +25,8 @@ forward with saves of states, sample.
 
 Checkpoints: a worker whose model has recurrent state may have places for copies of states. A plan saves the state of a
 row to a checkpoint, and admits rows whose state is a copy of a checkpoint. Plans run in order, so a checkpoint may be
-written again in any plan after the one that reads it, and also in the same plan, which reads first.
+written again in any plan after the one that reads it, and also in the same plan, which reads first. A place for a state
+in host memory is named like a checkpoint, but a plan writes these places first, before it reads one.
 
 Reuse: a row may be admitted again in the plan in which it leaves; its generation distinguishes the uses. A block that
 no row holds any more, on the device or on the host, is allocated again only when all steps that may read or write it
@@ -339,6 +340,7 @@ class Hello(_message.Message):
     RETAINED_FIELD_NUMBER: _builtins.int
     NUM_CHECKPOINTS_FIELD_NUMBER: _builtins.int
     NUM_DISK_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_HOST_STATES_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
     WINDOW_CHUNK_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
@@ -385,6 +387,10 @@ class Hello(_message.Message):
     """
     num_disk_blocks: _builtins.int
     """KV blocks that fit on the worker's disk, in slots [0, num_disk_blocks). Only with host blocks. 0: none."""
+    num_host_states: _builtins.int
+    """Recurrent states of preempted requests that host memory can hold. Their ids follow those of the checkpoints:
+    [num_checkpoints, num_checkpoints + num_host_states). Only with host blocks. 0: none.
+    """
     window: _builtins.int
     """Window of the KV groups after the first: a token attends to so many tokens, including itself. 0: there is one group."""
     window_chunk: _builtins.int
@@ -419,12 +425,13 @@ class Hello(_message.Message):
         retained: _abc.Iterable[Global___RetainedSequence] | None = ...,
         num_checkpoints: _builtins.int = ...,
         num_disk_blocks: _builtins.int = ...,
+        num_host_states: _builtins.int = ...,
         window: _builtins.int = ...,
         window_chunk: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "device", b"device", "incarnation", b"incarnation", "max_draft_tokens", b"max_draft_tokens", "max_rows", b"max_rows", "max_tokens_per_step", b"max_tokens_per_step", "model", b"model", "newest_protocol_version", b"newest_protocol_version", "num_blocks", b"num_blocks", "num_checkpoints", b"num_checkpoints", "num_disk_blocks", b"num_disk_blocks", "num_host_blocks", b"num_host_blocks", "num_kv_groups", b"num_kv_groups", "pid", b"pid", "process", b"process", "protocol_version", b"protocol_version", "reason", b"reason", "retained", b"retained", "window", b"window", "window_chunk", b"window_chunk", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "device", b"device", "incarnation", b"incarnation", "max_draft_tokens", b"max_draft_tokens", "max_rows", b"max_rows", "max_tokens_per_step", b"max_tokens_per_step", "model", b"model", "newest_protocol_version", b"newest_protocol_version", "num_blocks", b"num_blocks", "num_checkpoints", b"num_checkpoints", "num_disk_blocks", b"num_disk_blocks", "num_host_blocks", b"num_host_blocks", "num_host_states", b"num_host_states", "num_kv_groups", b"num_kv_groups", "pid", b"pid", "process", b"process", "protocol_version", b"protocol_version", "reason", b"reason", "retained", b"retained", "window", b"window", "window_chunk", b"window_chunk", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -995,6 +1002,7 @@ class Plan(_message.Message):
     save_rows: _builtins.bytes
     """Columns of recurrent states that are saved: row, number of tokens of the state, checkpoint. The number of tokens is
     between those computed before and after this step, both included. A row may occur several times, a checkpoint once.
+    A state is saved to host memory if its row leaves in this plan: after all of its tokens, with the swap-outs.
     """
     save_lengths: _builtins.bytes
     """See save_rows."""
