@@ -5,7 +5,16 @@ from typing import Any
 import pytest
 
 from checks.planted.bug import bug, wrap
-from checks.sim.aims import both, with_checkpoints, with_faults, with_host_states, with_swaps
+from checks.sim.aims import (
+    both,
+    with_checkpoints,
+    with_drafts,
+    with_faults,
+    with_host_states,
+    with_limits,
+    with_little_memory,
+    with_swaps,
+)
 from checks.sim.faults import Fault
 from scheduler_svc.core.memory.host_states import HostStates
 from scheduler_svc.core.memory.state_checkpoints import StateCheckpoints
@@ -101,3 +110,15 @@ def place_of_a_cancelled_request_is_kept(patch: pytest.MonkeyPatch) -> None:
         self.swap.states = states
 
     wrap(patch, Worker, "release_swapped", without)
+
+
+@bug("state.prefix", "plan.save", aim=both(with_drafts, with_checkpoints(8), with_limits(prefix_cache="hash")))
+def state_saved_while_drafts_are_verified(patch: pytest.MonkeyPatch) -> None:
+    """The states of rows with drafts are saved as those of other rows."""
+    patch.setattr(Worker, "has_present_state", lambda self, row: True)
+
+
+@bug("state.prefix", "plan.save", aim=both(with_swaps, with_drafts, with_little_memory, with_host_states(3)))
+def swapped_state_of_a_rejected_draft(patch: pytest.MonkeyPatch) -> None:
+    """A request is swapped while its drafts are in flight, or before its state is rolled back."""
+    patch.setattr(Worker, "has_present_state", lambda self, row: True)

@@ -10,7 +10,6 @@ import pytest
 from checks.planted.bug import bug, wrap
 from checks.sim.aims import (
     both,
-    with_drafts,
     with_faults,
     with_few_words,
     with_limits,
@@ -31,7 +30,6 @@ from scheduler_svc.core.planning.row_failures import judge
 from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.workers import worker
 from scheduler_svc.core.workers.fleet import Fleet
-from scheduler_svc.core.workers.speculation import Speculation
 from scheduler_svc.core.workers.worker import Worker
 
 
@@ -234,18 +232,6 @@ def state_is_swapped(patch: pytest.MonkeyPatch) -> None:
         return joined
 
     wrap(patch, Fleet, "join", swapping)
-
-
-@bug("state.prefix", aim=both(with_drafts, with_state))
-def state_is_rolled_back(patch: pytest.MonkeyPatch) -> None:
-    """Rows of a model with recurrent state verify drafts."""
-
-    def drafting(join: Any, self: Fleet, hello: WorkerHello) -> Any:
-        joined = join(self, hello)
-        joined.speculation = Speculation(hello.max_draft_tokens, joined.costs)
-        return joined
-
-    wrap(patch, Fleet, "join", drafting)
 
 
 @bug("evict.order", aim=both(with_limits(prefix_cache="hash", num_workers=1), with_faults(), with_traffic(families=4)))

@@ -19,6 +19,7 @@ With `state_bytes`, a row also has a recurrent state, which is a value for the s
 Each token of a row reads and replaces this state. The state remains in the slot when the request leaves the row. With
 `num_checkpoints`, plans save states to checkpoints, and rows begin with the state of a checkpoint. A row that begins
 with computed tokens needs a checkpoint. With `num_host_states`, the state of a row that leaves is saved to host memory.
+After drafts were rejected, a row has no state that can be saved until its next step.
 
 With several KV groups, a row also has a table for each group with a window. In every step, the worker compares all
 slots that the row's new tokens can see through the window with the expected values.
@@ -164,6 +165,8 @@ class ModelWorker:
     """Blocks with an invalid slot; host blocks are numbered after the device blocks."""
     _states: dict[int, tuple[int, int]] = field(default_factory=dict)
     """For each row index, the number of tokens in the recurrent state, and the state's value for them."""
+    _late: set[int] = field(default_factory=set)
+    """Rows whose state is rolled back only by their next step, because drafts were rejected."""
     _checkpoints: dict[int, _Checkpoint] = field(default_factory=dict)
     """By checkpoint, or place in host memory: its content."""
 
@@ -208,6 +211,7 @@ class ModelWorker:
         self._spoils.clear()
         self._used_before = {}
         self._states.clear()
+        self._late.clear()
         self._checkpoints.clear()
         # Host blocks are numbered after all device blocks.
         num_all = self.num_blocks + self.num_host_blocks
@@ -328,6 +332,7 @@ class ModelWorker:
     def _leave(self, index: int) -> None:
         row = self._row(index, "leave")
         del self.rows[index]
+        self._late.discard(index)
         for block in row.blocks:
             self._holders[block] -= 1
             self._last_named[block] = self.last_step - 1
@@ -667,6 +672,9 @@ class ModelWorker:
         if state[0] != num_tokens:
             what = f"the state of row {index} has {state[0]} tokens instead of the {num_tokens} to be saved"
             raise ViolationError("state.prefix", what, row.name)
+        if index in self._late:
+            what = f"the state of row {index} after {num_tokens} tokens is saved before it is rolled back"
+            raise ViolationError("state.prefix", what, row.name)
         if row.failed_at is not None and num_tokens > row.failed_at:
             state = num_tokens, _NOTHING  # A real worker does not compute a failed row.
         elif row.spoil is not None:
@@ -710,6 +718,7 @@ class ModelWorker:
             start: the first of the tokens.
             saves: (row, number of tokens, checkpoint) of states to save in between.
         """
+        self._late.discard(row.index)
         expected = (start, row.values[start - 1])
         if start and self._states.get(row.index) != expected:
             num_tokens = self._states.get(row.index, (0, EMPTY))[0]
@@ -755,7 +764,7 @@ class ModelWorker:
             self._values[block * self.block_size + position % self.block_size] = _REJECTED
             self._write_windows(row, position, _REJECTED)
         if self.state_bytes and num_drafts > num_accepted:
-            self._states[row.index] = (row.computed + num_drafts - num_accepted, _REJECTED)
+            self._late.add(row.index)
         return num_accepted
 
     def _read_prefix(self, row: Row, given: int) -> None:

@@ -54,7 +54,7 @@ def generate_all(target: str, prompts: Sequence[list[int]], max_tokens: Sequence
     return answers
 
 
-def kv_memory(checkpoint: Path, *, num_blocks: int, block_size: int) -> str:
-    """The `--kv-cache-memory` that holds `num_blocks` blocks of a float32 cache."""
+def kv_memory(checkpoint: Path, *, num_blocks: int, block_size: int, num_states: int = 0) -> str:
+    """Return the `--kv-cache-memory` that holds so many blocks of a float32 cache, and so many recurrent states."""
     model, _ = load_model(WorkerConfig(model=str(checkpoint), device="cpu", dtype="float32"), torch.device("cpu"))
-    return str(block_bytes(model.kv_shapes, block_size, torch.float32) * num_blocks)
+    return str(block_bytes(model.kv_shapes, block_size, torch.float32) * num_blocks + num_states * model.state_bytes)

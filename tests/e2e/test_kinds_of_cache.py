@@ -1,4 +1,4 @@
-"""Models with other kinds of cache in pairs of features: latent attention, and sliding windows.
+"""Models with other kinds of cache in pairs of features: latent attention, sliding windows, and recurrent state.
 
 The features are preemption by recomputation and by swapping, both prefix caches, and drafts.
 """
@@ -16,7 +16,7 @@ from tests.covering import Case, covering
 from tests.e2e.load import draw_prompts, generate_all, kv_memory
 
 FEATURES = {
-    "model": ("DeepseekV3ForCausalLM", "Gemma3ForCausalLM", "FalconForCausalLM"),
+    "model": ("DeepseekV3ForCausalLM", "Gemma3ForCausalLM", "FalconForCausalLM", "Qwen3NextForCausalLM"),
     "preemption": ("swap", "recompute"),
     "prefix_cache": ("radix", "hash"),
     "speculation": ("ngram", "off"),
@@ -31,7 +31,9 @@ def test_tokens_are_those_of_transformers(case: Case, tmp_path: Path) -> None:
     """Preempted requests, requests that reuse a prefix, and all choices of a request have the reference's tokens."""
     checkpoint = make_checkpoint(case["model"], tmp_path / "model")
     oracle = Oracle(checkpoint)
-    memory = kv_memory(checkpoint, num_blocks=24, block_size=8)
+    # A row has two states with drafts.
+    num_states = 6 * (1 if case["speculation"] == "off" else 2) + 6
+    memory = kv_memory(checkpoint, num_blocks=24, block_size=8, num_states=num_states)
     common, *tails = draw_prompts((30, 1, 3, 9, 17, 28, 5), oracle.vocab_size, seed=3)
     prompts = [common[: 30 - 2 * index] + tail * 2 for index, tail in enumerate(tails)]
     with (
@@ -42,6 +44,7 @@ def test_tokens_are_those_of_transformers(case: Case, tmp_path: Path) -> None:
             f"--host-cache={'1MiB' if case['preemption'] == 'swap' else '0'}",
             f"--kv-cache-memory={memory}",
             "--max-num-seqs=6",
+            "--state-checkpoints=6",
             "--dtype=float32",
             "--num-threads=1",
             "--block-size=8",

@@ -1,4 +1,4 @@
-"""Promises for a model with recurrent state: each row begins empty or with a checkpoint, and is never rolled back.
+"""Promises for a model with recurrent state: each row begins empty or with a saved state, and drafts are rolled back.
 
 The model worker (`records.rules.model_worker`) checks at every token that the state is that of the tokens before.
 """
@@ -11,13 +11,19 @@ from tests.scheduler_svc.cluster import Cluster
 
 
 def _cluster(
-    num_blocks: int = 200, max_rows: int = 4, num_checkpoints: int = 0, num_host_states: int = 0, **limits: object
+    num_blocks: int = 200,
+    max_rows: int = 4,
+    num_checkpoints: int = 0,
+    num_host_states: int = 0,
+    max_draft_tokens: int = 0,
+    **limits: object,
 ) -> Cluster:
-    """Return a cluster whose only worker has recurrent state, and also offers drafts and host blocks."""
+    """Return a cluster whose only worker has recurrent state and host blocks."""
     cluster = Cluster(**({"max_num_seqs": max_rows, "max_num_batched_tokens": 64} | limits))
     cluster.join(
         ModelWorker(
-            b"w/1", num_blocks, 4, max_rows, max_tokens_per_step=64, num_host_blocks=100, max_draft_tokens=4,
+            b"w/1", num_blocks, 4, max_rows, max_tokens_per_step=64, num_host_blocks=100,
+            max_draft_tokens=max_draft_tokens,
             state_bytes=64, num_checkpoints=num_checkpoints, num_host_states=num_host_states,
         )
     )  # fmt: skip
@@ -84,14 +90,21 @@ def test_a_swapped_request_continues_at_its_newest_token(
     assert worker.host_blocks_held == 0
 
 
-def test_no_row_has_drafts() -> None:
-    """A rejected draft could not be taken back, so no plan has a draft limit."""
-    cluster = _cluster()
-    cluster.submit(1, [1, 2, 3], 60)
+@pytest.mark.parametrize("max_plans_in_flight", [1, 2])
+def test_states_are_rolled_back_after_rejected_drafts(max_plans_in_flight: int) -> None:
+    """The states of rows with drafts are neither saved nor swapped, and turns begin after the prompt."""
+    cluster = _cluster(
+        num_checkpoints=8, num_host_states=4, max_draft_tokens=4, prefix_cache="hash",
+        max_plans_in_flight=max_plans_in_flight,
+    )  # fmt: skip
+    prompt = list(range(100, 130))
+    cluster.submit(0, prompt, 60)
     cluster.run()
+    (worker,) = cluster.core.stats().workers
+    assert 0 < worker.counters.accepted_draft_tokens < worker.counters.draft_tokens
 
+    assert _computed_from(cluster, 1, [*prompt, *cluster.readers[0].tokens, 7, 8, 9]) >= 28
     _check_tokens(cluster)
-    assert not any(len(plan.draft_rows) for plan in cluster.plans)
 
 
 def test_a_request_of_a_lost_worker_begins_again_elsewhere() -> None:

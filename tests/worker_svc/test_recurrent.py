@@ -1,7 +1,9 @@
 """What rows with recurrent state promise: the tokens of `generate`, and that no row sees the state of another one."""
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from measure.testbed.checkpoints import make_checkpoint
 from shared.columns import to_column
 from shared.config import ConfigError, WorkerConfig
 from tests.worker_svc.oracle import Oracle, Verdict
+from tests.worker_svc.test_speculation import guess
 from worker_svc.interface.errors import PlanError
 from worker_svc.model.loader import load_model
 from worker_svc.model.recurrent import RowStates, StateSave, StateShape
@@ -237,10 +240,42 @@ def test_a_save_out_of_range_is_refused(checkpoint: Path, row: int, length: int,
         driver.step()
 
 
-def test_settings_that_copy_or_roll_back_a_state_are_refused(checkpoint: Path) -> None:
+@pytest.mark.parametrize("seed", range(3))
+def test_drafts_give_the_tokens_of_single_steps(checkpoint: Path, oracle: Oracle, seed: int) -> None:
+    """States are rolled back after rejected drafts, also while other rows have none, wait, leave or are in prefill."""
+    prompts = [PROMPT, PROMPT[:9], PROMPT[::-1]]
+    settings: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 64, "block_size": 8}
+    answers = [Driver(make_engine(checkpoint, **settings)).generate(prompt, 8 * COUNT) for prompt in prompts]
+    engine = make_engine(checkpoint, speculation="ngram", **settings)
+    known = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
+    guess(engine, known, seed=seed, wrong=0.25)
+    driver, rng = Driver(engine), np.random.default_rng(seed)
+    for prompt in (*prompts, prompts[0]):
+        if not driver.free_rows():
+            driver.leave(0)
+        row = driver.admit(prompt)
+        driver.chunk(row, len(prompt))
+        driver.step()
+        driver.speculate(row, 4)
+        for _ in range(3):
+            driver.step()
+    while any(len(driver.rows[row].tokens) < driver.rows[row].num_known + COUNT for row in driver.rows):
+        for row, state in driver.rows.items():
+            is_done = len(state.tokens) >= state.num_known + COUNT
+            if state.held and not is_done:
+                driver.release(row)
+            elif not state.held and (is_done or rng.random() < 0.3):
+                driver.hold(row)
+        driver.step()
+    assert 0 < driver.num_accepted < driver.num_drafted
+
+    for state in driver.rows.values():
+        prompt = state.tokens[: state.num_known]
+        _check(oracle, prompt, state.tokens[len(prompt) :][:COUNT])
+
+
+def test_settings_that_copy_a_state_to_disk_are_refused(checkpoint: Path) -> None:
     """The line names the setting and what to use."""
-    with pytest.raises(ConfigError, match=r"speculation: ngram is not supported for models with recurrent state.*off"):
-        make_engine(checkpoint, speculation="ngram")
     with pytest.raises(ConfigError, match=r"disk_cache: /x is not supported for models with recurrent state"):
         make_engine(checkpoint, disk_cache="/x")
     with pytest.raises(ConfigError, match=r"host_cache: 600 has [0-9]+ bytes for recurrent state.*or use 0"):

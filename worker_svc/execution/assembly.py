@@ -68,7 +68,8 @@ def build_engine(
         _check_recurrent(config)
         max_rows, num_checkpoints = _count_states(config, model, max_rows, device)
         num_host_states = _count_host_states(config, model, max_rows)
-        model.allocate_states(max_rows, num_checkpoints, num_host_states)
+        rolls_back = _states_per_row(config) > 1
+        model.allocate_states(max_rows, num_checkpoints, num_host_states, rolls_back=rolls_back)
     max_tokens = config.max_num_batched_tokens or default_tokens(gpu, num_weights, max_rows)
     limits = Limits(
         max_rows=max_rows,
@@ -223,20 +224,15 @@ def _count_disk_blocks(config: WorkerConfig, num_host_blocks: int, bytes_per_blo
 
 
 def _check_recurrent(config: WorkerConfig) -> None:
-    """Check that the settings do not need to go back to an earlier state, or to copy one to disk.
+    """Check that the settings do not need to copy a state to disk.
 
     Raises:
-        ConfigError: a setting does.
+        ConfigError: they do.
     """
-    used = {
-        "speculation": config.speculation != "off",
-        "disk_cache": bool(config.disk_cache),
-    }
-    for setting in (name for name, is_used in used.items() if is_used):
-        default = WorkerConfig.__dataclass_fields__[setting].default or "no folder"
+    if config.disk_cache:
         raise ConfigError(
-            f"{setting}: {getattr(config, setting)} is not supported for models with recurrent state, which is not"
-            f" rolled back or copied to disk; use {default}"
+            f"disk_cache: {config.disk_cache} is not supported for models with recurrent state, which is not copied to"
+            " disk; use no folder"
         )
 
 
@@ -255,16 +251,18 @@ def _count_states(config: WorkerConfig, model: Model, max_rows: int, device: tor
         total = torch.cuda.mem_get_info(device)[1]
         memory = int(total * config.gpu_memory_utilization) - torch.cuda.memory_allocated(device)
     share = memory if config.max_num_seqs or not model.kv_shapes else memory // 2
-    fitting, least = share // model.state_bytes, config.max_num_seqs or 1
+    state_bytes = model.state_bytes * _states_per_row(config)
+    fitting, least = share // state_bytes, config.max_num_seqs or 1
     if fitting < least:
         raise ConfigError(
-            f"{setting}: the recurrent state of {_rows(least)} takes {least * model.state_bytes:,} bytes, but there are"
+            f"{setting}: the recurrent state of {_rows(least)} takes {least * state_bytes:,} bytes, but there are"
             f" {share:,} for it; raise it{', or lower max_num_seqs' if config.max_num_seqs else ''}"
         )
     rows = min(max_rows, fitting)
-    left = memory - rows * model.state_bytes
+    left = memory - rows * state_bytes
     checkpoints = config.state_checkpoints
     if checkpoints < 0:
+        memory -= rows * (state_bytes - model.state_bytes)
         checkpoints = default_checkpoints(rows, model.state_bytes, memory, has_kv=bool(model.kv_shapes))
     elif checkpoints * model.state_bytes > left:
         raise ConfigError(
@@ -279,6 +277,11 @@ def _count_states(config: WorkerConfig, model: Model, max_rows: int, device: tor
         setting=setting,
     )
     return rows, checkpoints
+
+
+def _states_per_row(config: WorkerConfig) -> int:
+    """Return the number of a row's states: its own, and with drafts the one before the step."""
+    return 1 if config.speculation == "off" else 2
 
 
 def _count_host_states(config: WorkerConfig, model: Model, max_rows: int) -> int:
@@ -374,7 +377,7 @@ def _memory_for_kv(
 ) -> int:
     """Return the bytes for KV if these graphs are captured."""
     if device.type == "cpu":
-        num_states = limits.max_rows + limits.num_checkpoints
+        num_states = limits.max_rows * _states_per_row(config) + limits.num_checkpoints
         return parse_bytes(config.kv_cache_memory) - num_states * limits.state_bytes
     num_tokens = max((1, *graphs.decode, *(shape.num_tokens for shape in graphs.steps)))
     num_logits = max((1, *graphs.decode, *(shape.num_logits for shape in graphs.steps)))

@@ -262,7 +262,9 @@ class BatchBuilder:
             else known_ids_,
             positions=positions_,
             attention=self._attention(
-                rows, slots_, rows_, query_start_, context_lens, lengths, ends, num_singles, windowed=windowed
+                *(rows, slots_, rows_, query_start_, context_lens, lengths, ends, num_singles),
+                drafting=tuple(drafts.rows.tolist()),
+                windowed=windowed,
             ),
             logits_index=logits_index if num_singles else None,
             sample_rows=sample_rows,
@@ -349,6 +351,7 @@ class BatchBuilder:
                 ends,
                 num_singles,
                 saves,
+                drafting=tuple(drafts.rows.tolist()),
                 windowed=partial(self._windowed, token_rows, positions),
             ),
             logits_index=logits_index,
@@ -378,6 +381,7 @@ class BatchBuilder:
         num_singles: int,
         saves: tuple[StateSave, ...] = (),
         *,
+        drafting: tuple[int, ...] = (),
         windowed: Callable[[torch.Tensor, int], tuple[tuple[torch.Tensor, torch.Tensor], ...]],
     ) -> AttentionInputs:
         """Return the inputs for rows with `lengths[i]` tokens up to position `ends[i]`; one-token rows come first."""
@@ -391,6 +395,7 @@ class BatchBuilder:
             num_leading_decodes=num_singles,
             rows=rows,
             saves=saves,
+            drafting=drafting,
             groups=self._groups,
             windowed=windowed(rows_on_device, int(ends.max())),
         )

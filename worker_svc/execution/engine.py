@@ -207,9 +207,13 @@ class Engine:
         if self._proposer is not None:
             self._settle(plan)
             self._proposer.follow(plan)
-        self._tracing.rows_left(self._rows.leave(plan), self._rows.num_computed, began_unix_ns)
+        left = self._rows.leave(plan)
+        self._tracing.rows_left(left, self._rows.num_computed, began_unix_ns)
         swapped_out = self._host_pool.swap_out(plan)
         self._save_to_host(plan)
+        if self._model.states is not None:
+            for row in left.tolist():
+                self._model.states.leave(row)
         if plan.block_copies is not None:
             make_copies(plan.block_copies, self._pool)
         self._rows.change(plan)
@@ -219,7 +223,8 @@ class Engine:
         failed_rows = self._rows.failed_rows()
         drafts = None
         if self._proposer is not None and self._rows.speculates:
-            drafts = propose(self._rows, self._proposer, int(plan.chunk_lengths.sum()))
+            late = () if self._model.states is None else self._model.states.missing
+            drafts = propose(self._rows, self._proposer, int(plan.chunk_lengths.sum()), late)
         batch = self._batches.build(plan.chunk_rows, plan.chunk_lengths, drafts, saves)
         if self._proposer is not None and len(plan.chunk_rows):
             self._proposer.prefill(plan.chunk_rows, plan.chunk_lengths)
@@ -324,6 +329,21 @@ class Engine:
         if self.grammars is not None:
             self.grammars.forget_reports()
         self._failures.clear()
+        if self._model.states is not None:
+            self._model.states.missing.clear()
+
+    def _roll_back(self, rows: IntArray, counts: IntArray) -> None:
+        """Restore the states of rows whose drafts were rejected.
+
+        Args:
+            rows: the rows, with the accepted tokens.
+            counts: number of tokens that each row got in the step.
+        """
+        states = self._model.states
+        if states is None:
+            return
+        for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
+            states.roll_back(row, list(self._rows.known_tokens(row)[-count - 1 : -1]))
 
     def _save_to_host(self, plan: Plan) -> None:
         """Save the states of rows that leave to host memory."""
@@ -392,6 +412,9 @@ class Engine:
             self._tracing.verified(rows, drafts, counts - 1)
         launched.taken = tokens
         self._rows.take_tokens(launched.sample_rows, generations, tokens)
+        if verification is not None:
+            rejecting = counts <= drafts
+            self._roll_back(rows[rejecting], counts[rejecting])
         return tokens
 
     def _fail(self, rows: IntArray, generations: IntArray, tokens: Int32Array) -> list[RowFailure]:

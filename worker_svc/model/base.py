@@ -60,6 +60,8 @@ class AttentionInputs:
     """
     saves: tuple[StateSave, ...] = ()
     """Recurrent states to save within the step."""
+    drafting: tuple[int, ...] = ()
+    """Rows with drafts, whose recurrent states are copied before the step."""
     groups: tuple[int, ...] = ()
     """KV group of each layer; empty if all layers use the tables above."""
     windowed: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
@@ -106,10 +108,12 @@ class Model(Protocol):
         """
         ...
 
-    def allocate_states(self, num_rows: int, num_checkpoints: int = 0, num_host_states: int = 0) -> None:
+    def allocate_states(
+        self, num_rows: int, num_checkpoints: int = 0, num_host_states: int = 0, *, rolls_back: bool = False
+    ) -> None:
         """Allocate the recurrent states for a worker's rows and checkpoints, and those in host memory.
 
-        Without `state_bytes`, do nothing.
+        With `rolls_back`, also allocate copies for steps with drafts. Without `state_bytes`, do nothing.
         """
         ...
 

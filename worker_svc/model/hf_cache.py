@@ -24,8 +24,8 @@ import inspect
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -97,7 +97,13 @@ class CacheModel(TransformersModel):
         return sum(shape.num_bytes for shape in self._state_shapes)
 
     def allocate_states(
-        self, num_rows: int, num_checkpoints: int = 0, num_host_states: int = 0, dtype: torch.dtype | None = None
+        self,
+        num_rows: int,
+        num_checkpoints: int = 0,
+        num_host_states: int = 0,
+        *,
+        rolls_back: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """See `Model.allocate_states`.
 
@@ -105,11 +111,18 @@ class CacheModel(TransformersModel):
             num_rows: number of rows.
             num_checkpoints: number of checkpoints.
             num_host_states: number of states in host memory.
+            rolls_back: allocate copies for steps with drafts.
             dtype: type of the states; None for the class's type.
         """
         if self._state_shapes:
             self._states = RowStates(
-                self._state_shapes, num_rows, self._decoder.device, dtype, num_checkpoints, num_host_states
+                self._state_shapes,
+                num_rows,
+                self._decoder.device,
+                dtype,
+                num_checkpoints,
+                num_host_states,
+                rolls_back=rolls_back,
             )
 
     @property
@@ -117,6 +130,26 @@ class CacheModel(TransformersModel):
         return self._states
 
     def _run(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionInputs,
+        caches: Sequence[KVCache],
+        logits_index: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self._states is None or attention.rows is None:
+            return self._compute(input_ids, positions, attention, caches, logits_index)
+        for row in attention.drafting:
+            self._states.back_up(row)
+        missing = [self._states.missing.pop(row, []) for row in attention.rows.tolist()]
+        if not any(missing):
+            return self._compute(input_ids, positions, attention, caches, logits_index)
+        longer = _with_missing(input_ids, positions, attention, missing)
+        places = longer.places if logits_index is None else longer.places[logits_index]
+        logits, hidden = self._compute(longer.input_ids, longer.positions, longer.attention, caches, places)
+        return logits, None if hidden is None else hidden[longer.places]
+
+    def _compute(
         self,
         input_ids: torch.Tensor,
         positions: torch.Tensor,
@@ -281,6 +314,43 @@ class CacheModel(TransformersModel):
                 for state in (part.of(view) for part in layer.states)
             ],
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _LongerStep:
+    """A step whose rows begin with their missing tokens."""
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    attention: AttentionInputs
+    places: torch.Tensor
+    """`[T] int64`: places of the step's own tokens."""
+
+
+def _with_missing(
+    input_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionInputs, missing: Sequence[list[int]]
+) -> _LongerStep:
+    """Return a step in which each row has its missing tokens first. Their KV is stored already."""
+    device, starts = input_ids.device, attention.query_start.tolist()
+    ids, places, slots, where = [], [], [], []
+    num_before = 0
+    for (start, end), tokens in zip(pairwise(starts), missing, strict=True):
+        count = len(tokens)
+        ids += [input_ids.new_tensor(tokens), input_ids[start:end]]
+        places += [positions[start : start + 1] + torch.arange(-count, 0, device=device), positions[start:end]]
+        slots += [attention.slot_mapping.new_full((count,), -1), attention.slot_mapping[start:end]]
+        num_before += count
+        where.append(torch.arange(start, end, device=device) + num_before)
+    lengths = [end - start + len(tokens) for (start, end), tokens in zip(pairwise(starts), missing, strict=True)]
+    longer = replace(
+        attention,
+        slot_mapping=torch.cat(slots),
+        query_start=attention.query_start.new_tensor([0, *accumulate(lengths)]),
+        max_query_len=max(lengths),
+        min_query_len=min(lengths),
+        num_leading_decodes=0,
+    )
+    return _LongerStep(torch.cat(ids), torch.cat(places), longer, torch.cat(where))
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,13 @@ class TransformersModel(ABC):
         return 0
 
     def allocate_states(
-        self, num_rows: int, num_checkpoints: int = 0, num_host_states: int = 0, dtype: torch.dtype | None = None
+        self,
+        num_rows: int,
+        num_checkpoints: int = 0,
+        num_host_states: int = 0,
+        *,
+        rolls_back: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """See `Model.allocate_states`; only a model with recurrent state has a type of it."""
         assert not self.state_bytes, "a model with recurrent state allocates it"

@@ -119,7 +119,9 @@ class LlamaModel:
     def state_bytes(self) -> int:
         return 0
 
-    def allocate_states(self, num_rows: int, num_checkpoints: int = 0, num_host_states: int = 0) -> None:
+    def allocate_states(
+        self, num_rows: int, num_checkpoints: int = 0, num_host_states: int = 0, *, rolls_back: bool = False
+    ) -> None:
         """Do nothing: a row has only keys and values."""
 
     @property

@@ -8,6 +8,10 @@ module checks it: it remembers up to which token the state of each row is comput
 Checkpoints are copies of states. The scheduler decides when the state of a row is saved to a checkpoint, and which rows
 begin with the state of a checkpoint instead of an empty one. The states of preempted requests are saved to host memory
 in the same way. Their places are numbered after the checkpoints.
+
+A step with drafts computes the states of all drafts in place. Therefore it first copies the states of its rows
+(`back_up`). If a draft is rejected, `roll_back` restores the copy. The row's next step then begins with the accepted
+tokens, whose states are *missing*, and has no drafts.
 """
 
 import math
@@ -67,6 +71,8 @@ class RowStates:
         dtype: torch.dtype | None = None,
         num_checkpoints: int = 0,
         num_host_states: int = 0,
+        *,
+        rolls_back: bool = False,
     ) -> None:
         """Allocate the states.
 
@@ -75,6 +81,7 @@ class RowStates:
             num_rows: number of rows.
             num_checkpoints: number of checkpoints.
             num_host_states: number of states in host memory.
+            rolls_back: allocate copies for steps with drafts, one per row.
             device: the device of the states.
             dtype: type of all tensors; None for the types in `shapes`.
         """
@@ -85,6 +92,10 @@ class RowStates:
         self._host_tensors = [
             torch.zeros((num_host_states, *each.shape[1:]), dtype=each.dtype) for each in self._tensors
         ]
+        self._backups = [torch.zeros_like(each[:num_rows]) for each in self._tensors] if rolls_back else []
+        self._backup_ends = [_UNKNOWN] * num_rows
+        self.missing: dict[int, list[int]] = {}
+        """By row after a rejected draft: the tokens between its state and its next token."""
         self._num_rows = num_rows
         self._ends = [0] * (num_rows + num_checkpoints + num_host_states)
 
@@ -124,6 +135,28 @@ class RowStates:
                 tensor.index_copy_(0, index, state.to(tensor.dtype))
         for row, end in zip(rows, ends, strict=True):
             self._ends[row] = end
+
+    def back_up(self, row: int) -> None:
+        """Copy the state of a row before a step with drafts."""
+        for tensor, backup in zip(self._tensors, self._backups, strict=True):
+            backup[row].copy_(tensor[row])
+        self._backup_ends[row] = self._ends[row]
+
+    def roll_back(self, row: int, tokens: list[int]) -> None:
+        """Restore the state of a row before its step with drafts, of which some were rejected.
+
+        Args:
+            row: the row.
+            tokens: tokens of the step whose states are missing: the first one, and the accepted drafts.
+        """
+        for tensor, backup in zip(self._tensors, self._backups, strict=True):
+            tensor[row].copy_(backup[row])
+        self._ends[row] = self._backup_ends[row]
+        self.missing[row] = tokens
+
+    def leave(self, row: int) -> None:
+        """Drop the missing tokens of a row that leaves."""
+        self.missing.pop(row, None)
 
     def save(self, save: StateSave) -> None:
         """Copy the state of a row to a checkpoint or to host memory.

@@ -4,7 +4,7 @@ A row has at most as many drafts as its draft limit, the room in its blocks, `ma
 step allow.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -82,16 +82,20 @@ class Drafts:
 NO_DRAFTS = Drafts(NO_ROWS, NO_ROWS, NO_IDS)
 
 
-def propose(table: RowTable, proposer: Proposer, num_chunk_tokens: int) -> Drafts | None:
+def propose(table: RowTable, proposer: Proposer, num_chunk_tokens: int, late: Collection[int] = ()) -> Drafts | None:
     """Return the drafts of the next step of the decode rows; None if there are none.
 
     Args:
         table: the rows, with the changes of the step's plan applied.
         proposer: the source of drafts.
         num_chunk_tokens: tokens of the step's chunks.
+        late: rows that have no drafts in this step, because their recurrent state is behind.
     """
     decode_rows = table.decode_rows()
     rows, most = table.draft_room(decode_rows)
+    if late:
+        on_time = ~np.isin(rows, list(late))
+        rows, most = rows[on_time], most[on_time]
     left = table.limits.max_tokens_per_step - num_chunk_tokens - len(decode_rows)
     if not len(rows) or left <= 0:
         return None

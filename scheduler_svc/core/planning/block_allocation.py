@@ -81,6 +81,7 @@ class BlockAllocation:
             may_swap
             and worker.swap.has_room(num_blocks)
             and worker.swap.has_room_for_state(worker.last_step + 1)
+            and worker.has_present_state(row)
             and worker.costs.swaps(num_blocks, self._cost_of(num_computed))
         ):
             request, copy = worker.swap_out(row)

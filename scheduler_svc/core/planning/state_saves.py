@@ -36,7 +36,7 @@ def save_states(
     """Choose the checkpoints of a plan. Call this once per plan, when its chunks are counted as computed.
 
     A generating row gets a block when its blocks are full. Its state is then at a block boundary, and is saved before
-    the step overwrites it.
+    the step overwrites it. The states of rows that verify drafts are not saved (`Worker.has_present_state`).
 
     Args:
         worker: the worker.
@@ -49,6 +49,8 @@ def save_states(
         return StateSaves(*np.array(swapped, np.intp).T) if swapped else NO_SAVES
     saves = list(swapped)
     for row in appended.tolist():
+        if not worker.has_present_state(row):
+            continue
         num_tokens = rows.capacity.item(row) - rows.block_size
         slot = checkpoints.save_private(row, rows.generation.item(row), num_tokens, rows.committed.item(row))
         if slot is not None:

@@ -174,7 +174,7 @@ class Fleet:
         windows = None if sizes is None else WindowBlocks(num_blocks, sizes)
         room = _num_positions(hello, num_blocks) * hello.block_size
         max_model_len = min(hello.model.max_model_len, room, MAX_SERVED_SEQUENCE)
-        # A recurrent state cannot be rolled back, so a row can reuse computed tokens only up to a checkpoint.
+        # A recurrent state is that of one token, so a row can reuse computed tokens only up to a checkpoint.
         is_recurrent = hello.model.state_bytes > 0
         num_slots = hello.num_checkpoints if is_recurrent and config.prefix_cache != "off" else 0
         checkpoints = StateCheckpoints(num_slots, num_blocks) if num_slots else None
@@ -195,7 +195,7 @@ class Fleet:
             pool=BlockPool(num_blocks, cache, config.retention_share),
             costs=costs,
             timing=PlanTiming(),
-            speculation=Speculation(0 if is_recurrent else hello.max_draft_tokens, costs),
+            speculation=Speculation(hello.max_draft_tokens, costs),
             capacity=Capacity(config.capacity, num_blocks),
             gate=BatchGate(config.batching),
             shares_prefixes=shares_prefixes,

@@ -280,6 +280,15 @@ class Worker:
         request.swapped = SwappedKV(epoch=self.epoch, host_blocks=copy.targets, num_tokens=num_computed, state=state)
         return request, copy
 
+    def has_present_state(self, row: int) -> bool:
+        """Return whether the worker has the state of the row's newest token when the steps in flight are done.
+
+        With drafts in flight, that token is not known. After a rejected draft, the worker has an earlier state until
+        the next step of the row. Therefore all rows that have verified drafts are excluded.
+        """
+        rows = self.rows
+        return not (self.model.state_bytes and (rows.drafts.item(row) or rows.drafted.item(row)))
+
     def swapped_here(self, request: Request) -> SwappedKV | None:
         """Return the request's KV in this worker's host memory, or None."""
         return request.swapped if request.swapped is not None and request.swapped.epoch == self.epoch else None

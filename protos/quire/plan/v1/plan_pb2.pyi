@@ -1002,6 +1002,7 @@ class Plan(_message.Message):
     save_rows: _builtins.bytes
     """Columns of recurrent states that are saved: row, number of tokens of the state, checkpoint. The number of tokens is
     between those computed before and after this step, both included. A row may occur several times, a checkpoint once.
+    A row whose drafts were rejected in its last step has no state until its next step.
     A state is saved to host memory if its row leaves in this plan: after all of its tokens, with the swap-outs.
     """
     save_lengths: _builtins.bytes
