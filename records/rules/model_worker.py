@@ -643,7 +643,9 @@ class ModelWorker:
                 if index not in leaves or self._row(index, "save").computed != num_tokens:
                     what = f"the state of row {index} after {num_tokens} tokens is saved to the host"
                     raise ViolationError("plan.save", what)
-                self._save(index, num_tokens, place)
+                # A decode row with a fault fails in its next step. Before that step, its state is valid.
+                row = self.rows[index]
+                self._save(index, num_tokens, place, is_valid=row.failed_at is None)
 
     def _check_saves(self, plan: Plan, computed: dict[int, tuple[int, int]]) -> list[tuple[int, int, int]]:
         """Return the plan's saves to checkpoints as (row, number of tokens, checkpoint).
@@ -665,8 +667,15 @@ class ModelWorker:
                 raise ViolationError("plan.save", f"the state of row {index} after {num_tokens} tokens is saved")
         return saves
 
-    def _save(self, index: int, num_tokens: int, checkpoint: int) -> None:
-        """Save the present state of a row, which must have `num_tokens` tokens unless the row has failed."""
+    def _save(self, index: int, num_tokens: int, checkpoint: int, *, is_valid: bool = False) -> None:
+        """Save the present state of a row, which must have `num_tokens` tokens unless the row has failed.
+
+        Args:
+            index: the row.
+            num_tokens: number of its tokens.
+            checkpoint: the checkpoint.
+            is_valid: the row's fault has not changed the state.
+        """
         row = self.rows[index]
         state = self._states.get(index, (0, EMPTY))
         if state[0] != num_tokens:
@@ -677,7 +686,7 @@ class ModelWorker:
             raise ViolationError("state.prefix", what, row.name)
         if row.failed_at is not None and num_tokens > row.failed_at:
             state = num_tokens, _NOTHING  # A real worker does not compute a failed row.
-        elif row.spoil is not None:
+        elif row.spoil is not None and not is_valid:
             state = num_tokens, _SPOILT
         self._checkpoints[checkpoint] = _Checkpoint(state, row)
 
