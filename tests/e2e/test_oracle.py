@@ -62,7 +62,8 @@ def test_greedy_tokens_are_those_of_transformers(architecture: str, block_size: 
         assert served.metric("quire_preemptions_total") > 0, (
             "nothing was preempted: the pool is too large for this test"
         )
-        assert served.metric("quire_kv_blocks", state="total") == num_blocks
+        # With windows, a block holds a part of the layers, and the same memory a multiple of these blocks.
+        assert served.metric("quire_kv_blocks", state="total") % num_blocks == 0
         assert served.metric("quire_kv_blocks", state="held") == 0
     tally = Tally()
     for answer in answers:
