@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from checks.sim.aims import both, with_checkpoints, with_few_words, with_windows
+from checks.sim.aims import both, with_checkpoints, with_few_words, with_host_states, with_windows
 from checks.sim.scenario import draw
 from protos.quire.plan.v1 import plan_pb2
 from protos.quire.record.v1 import record_pb2 as pb
@@ -66,7 +66,7 @@ def test_a_replay_can_start_at_any_segment(seed: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", [1, 3])
 def test_states_and_checkpoints_replay(seed: int, tmp_path: Path) -> None:
     """Each segment of a run with checkpoints of recurrent states replays from its snapshot, without token ids."""
-    scenario = with_checkpoints(12)(draw(seed))
+    scenario = both(with_checkpoints(12), with_host_states(4))(draw(seed))
     result, _ = record_scenario(tmp_path, scenario, 400, cut_every=150)
 
     outcomes = [replay([segment]) for segment in read(tmp_path)]

@@ -16,8 +16,8 @@ class HostStates:
 
     def __init__(self, first: int, num_places: int) -> None:
         """Make the free places [first, first + num_places)."""
-        self._places = range(first, first + num_places)
-        self._free = list(reversed(self._places))
+        self._first, self._num_places = first, num_places
+        self._free = list(reversed(range(first, first + num_places)))
         self._released: list[tuple[int, int]] = []
         """Places that are free after a plan, each with the step of that plan, ascending."""
 
@@ -37,5 +37,6 @@ class HostStates:
 
     def validate(self, held: Iterable[int]) -> None:
         """Check that each place is free, released, or held by one request."""
-        assert sorted([*self._free, *(place for _, place in self._released), *held]) == list(self._places)
+        places = range(self._first, self._first + self._num_places)
+        assert sorted([*self._free, *(place for _, place in self._released), *held]) == list(places)
         assert self._released == sorted(self._released, key=lambda each: each[0])
