@@ -4,10 +4,12 @@ from shared.versions import Versions
 
 LINK_VERSIONS = Versions(oldest=1, newest=2)
 """Versions of the protocol between front ends and core. Version 2 added embeddings."""
-PLAN_VERSIONS = Versions(oldest=4, newest=4)
-"""Versions of the protocol between scheduler and workers. Version 4 sends sampling parameters as bytes."""
-STANDBY_VERSIONS = Versions(oldest=1, newest=1)
-"""Versions of the protocol between schedulers."""
+PLAN_VERSIONS = Versions(oldest=5, newest=5)
+"""Versions of the protocol between scheduler and workers. In version 5, window tables grow with their rows, and models
+with recurrent state verify drafts.
+"""
+STANDBY_VERSIONS = Versions(oldest=2, newest=2)
+"""Versions of the protocol between schedulers. Version 2 sends the position of each part."""
 PLAN_MAX_MESSAGE = 64 << 20
 """Maximum frame between scheduler and worker, bytes; ZeroMQ closes a connection that receives a larger frame."""
 LINK_MAX_MESSAGE = 16 << 20

@@ -131,7 +131,11 @@ def run(options: Namespace) -> int:
     serving = with_states(serving, sizes, usable - own, default_rows=is_default)
     memory = fit(usable, sizes, serving, weights=own, step=step)
     bytes_per_block = block_bytes(sizes, serving)
-    host_tokens = parse_bytes(options.host_cache) // max(1, bytes_per_block) * serving.block_size
+    if sizes.state_bytes and parse_bytes(options.disk_cache_bytes):
+        raise CommandError("--disk-cache-bytes: recurrent state is not copied to disk; remove it")
+    # With recurrent state, host memory has only the KV and states of preempted requests.
+    for_prefixes = 0 if sizes.state_bytes else parse_bytes(options.host_cache)
+    host_tokens = for_prefixes // max(1, bytes_per_block) * serving.block_size
     disk_tokens = parse_bytes(options.disk_cache_bytes) // max(1, bytes_per_block) * serving.block_size
     if disk_tokens and not host_tokens:
         raise CommandError("--disk-cache-bytes: blocks on disk pass through host memory; add --host-cache")
@@ -319,6 +323,8 @@ def _page(
             f"Host memory of {options.host_cache} holds cached prefixes of {host_tokens:,} tokens more: together"
             f" {factor:.1f} times as many as the KV cache."
         )
+    elif sizes.state_bytes and options.host_cache != "0":
+        lines.append(f"Host memory of {options.host_cache} holds the KV and states of preempted requests only.")
     if disk_tokens:
         lines.append(f"A disk cache of {options.disk_cache_bytes} holds cached prefixes of {disk_tokens:,} tokens.")
     shared = options.shared_prefix // serving.block_size * serving.block_size

@@ -113,13 +113,21 @@ class Replica:
         if part.is_complete:
             self._marks.append((self.cursor.sent, position, now))
 
-    def acknowledge(self, num_bytes: int, copy: int) -> None:
-        """Handle an acknowledgement of a number of bytes of a copy."""
+    def acknowledge(self, num_bytes: int, copy: int, now: float) -> None:
+        """Handle an acknowledgement of a number of bytes of a copy.
+
+        A standby that nothing waits for must catch up first. Otherwise one that is always late would delay tokens again
+        with each acknowledgement.
+        """
         if copy != self.copy:
             return
         self.cursor.acknowledged = min(num_bytes, self.cursor.sent)
+        position = -1
         while self._marks and self._marks[0][0] <= self.cursor.acknowledged:
-            self.replicated = self._marks.popleft()[1]
+            position = self._marks.popleft()[1]
+        has_caught_up = not self._marks or now - self._marks[0][2] <= TIMEOUT_S
+        if position >= 0 and (self.replicated >= 0 or has_caught_up):
+            self.replicated = position
 
     def give_up(self, now: float) -> bool:
         """Wait for the standby no more if an acknowledgement is late; return whether this is new."""

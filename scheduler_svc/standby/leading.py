@@ -233,7 +233,7 @@ class Standbys:
                 self._standbys[peer] = _Standby(now)
             case "ack" if standby is not None:
                 standby.last_heard = now
-                standby.replica.acknowledge(message.ack.num_bytes, message.ack.copy)
+                standby.replica.acknowledge(message.ack.num_bytes, message.ack.copy, now)
             case "step_down" if message.step_down.leader_number > self._number:
                 self._step_down(message.step_down.leader_number, silent=message.step_down.leads)
             case "step_down" | "ack" | "take_over":

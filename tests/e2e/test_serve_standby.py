@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from checks.chaos.fronts import leader_pid
@@ -14,7 +15,7 @@ from measure.testbed.service import Served, is_alive, serve
 from quire import Client
 
 WAIT_S = 60
-FLAGS = ("--standby", "--record-dir=off", "--no-console", "--watchdog-s=3")
+FLAGS = ("--standby", "--record-dir=off", "--no-console", "--watchdog-s=10")
 
 
 class Pair:
@@ -49,7 +50,7 @@ class Pair:
 def _until(holds: Callable[[], bool]) -> None:
     end = time.monotonic() + WAIT_S
     while not holds():
-        assert time.monotonic() < end
+        assert time.monotonic() < end, f"not after {WAIT_S} s"
         time.sleep(0.02)
 
 
@@ -81,6 +82,8 @@ def test_a_leader_that_is_stopped_is_replaced_only_if_it_hangs(pair: Pair) -> No
     """A leader that returns in time still leads; after the watchdog's time, the standby leads."""
     leader = pair.leader()
     os.kill(leader, signal.SIGSTOP)
+    # SIGCONT would discard a SIGSTOP that has not stopped all threads yet.
+    _until(lambda: psutil.Process(leader).status() == psutil.STATUS_STOPPED)
     os.kill(leader, signal.SIGCONT)
     pair.until_ready()
     assert pair.leader() == leader

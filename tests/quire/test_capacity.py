@@ -191,6 +191,18 @@ def test_sessions_of_agents_fit_in_both_tiers(tmp_path: Path, capsys: pytest.Cap
     assert main(["capacity", *flags[:-3], "--agents=2,128"]) != 0
 
 
+def test_host_memory_holds_no_prefixes_of_a_model_with_recurrent_state(capsys: pytest.CaptureFixture[str]) -> None:
+    """It has the KV and states of preempted requests only, so that no more sessions keep their KV; a disk has none."""
+    flags = [f"--params={_RECURRENT}", "--gpu-memory=80GB", "--agents=2,128,64", "--host-cache=64GiB"]
+    assert main(["capacity", *flags]) == 0
+    out = capsys.readouterr().out
+    assert "holds the KV and states of preempted requests only" in out
+    assert "with host memory" not in out
+
+    assert main(["capacity", *flags, "--disk-cache-bytes=1TB"]) != 0
+    assert "--disk-cache-bytes: recurrent state is not copied to disk" in capsys.readouterr().err
+
+
 def test_agents_are_not_longer_than_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     """A session that a worker would refuse in its last turn is refused with its length and the limit."""
     flags = ["--kv-cache-memory=512MiB", "--max-model-len=2048"]

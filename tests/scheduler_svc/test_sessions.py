@@ -167,15 +167,19 @@ def test_an_announced_pause_replaces_the_learned_one(pause_s: float, num_pausing
     assert _pausing(pause_s).stats.sessions.pausing == num_pausing
 
 
-def test_expected_and_actual_pauses_are_counted() -> None:
-    """The counters compare announced pauses with actual ones, once the kind of the session has returned before."""
+@pytest.mark.parametrize("num_others", [0, 1])
+def test_expected_and_actual_pauses_are_counted(num_others: int) -> None:
+    """The counters compare announced pauses with actual ones, even if no session has returned before."""
     agents = _Agents()
-    agents.serve()
+    for _ in range(num_others):
+        agents.serve()
     before = agents.stats.sessions.pauses
-    stream = agents.turn(agents.new_tokens(40), pause_s=2.0)
+    stream = agents.turn(agents.new_tokens(40), name=b"a", pause_s=2.0)
     agents.cluster.run()
+    (shown,) = [each for each, _ in agents.cluster.core.tables().sessions if each.name == "a"]
+    assert shown.pause_s == 2.0
     agents.cluster.now += 3.0
-    agents.turn([*agents.sequence(stream), *agents.new_tokens(8)])
+    agents.turn([*agents.sequence(stream), *agents.new_tokens(8)], name=b"a")
     after = agents.stats.sessions.pauses
 
     assert after.count - before.count == 1

@@ -1,6 +1,7 @@
 """Promises of a standby's journal: the standby knows what the leader has sent, however slow or interrupted it is."""
 
 import errno
+import math
 import os
 import random
 import threading
@@ -184,16 +185,32 @@ def test_a_token_waits_for_each_standby_that_has_the_whole_journal() -> None:
     for standby, copy in zip(standbys[:2], (11, 12), strict=True):
         standby.start_over(copy)
         standby.sent(Part(1, 0, 100, starts_over=True, is_complete=True), {1: 100}, 100, 0.0)
-        standby.acknowledge(100, copy)
+        standby.acknowledge(100, copy, 0.0)
         standby.sent(Part(1, 100, 50, starts_over=False, is_complete=True), {1: 150}, 150, 1.0)
-    standbys[0].acknowledge(150, 11)
-    standbys[1].acknowledge(150, 11)
+    standbys[0].acknowledge(150, 11, 1.0)
+    standbys[1].acknowledge(150, 11, 1.0)
     assert replicated(standbys) == 100
 
     assert not standbys[1].give_up(2.0)
     assert standbys[1].give_up(3.0)
 
     assert replicated(standbys) == 150
+
+
+def test_a_late_standby_delays_tokens_again_only_when_it_has_caught_up() -> None:
+    """Acknowledgements that are late all the time do not make tokens wait."""
+    standby = Replica()
+    standby.start_over(11)
+    for second in range(5):
+        part = Part(1, 100 * second, 100, starts_over=not second, is_complete=True)
+        standby.sent(part, {1: 100 * second + 100}, 100 * second + 100, float(second))
+    standby.acknowledge(100, 11, 1.0)
+    assert standby.give_up(3.0)
+
+    standby.acknowledge(200, 11, 4.0)
+    assert replicated([standby]) == math.inf
+    standby.acknowledge(400, 11, 4.5)
+    assert replicated([standby]) == 400
 
 
 def test_a_standby_notices_that_the_last_part_of_a_segment_is_missing() -> None:

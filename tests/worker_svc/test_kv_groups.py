@@ -95,6 +95,29 @@ def test_a_position_without_window_blocks_is_refused() -> None:
         rows.change(decode_plan(append, LIMITS))
 
 
+@pytest.mark.parametrize("windows", [[40, -1], [-1, 40]])
+def test_a_position_has_new_blocks_in_all_tables_for_windows(windows: list[int]) -> None:
+    """A table with block -1 would let attention read outside of the cache."""
+    append = plan_pb2.Plan(append_rows=to_column([1]), append_blocks=to_column([10]), append_windows=to_column(windows))
+    with pytest.raises(PlanError, match="in some tables for windows only"):
+        decode_plan(append, LIMITS)
+
+
+def test_more_positions_than_a_table_has_are_refused() -> None:
+    """The plan violates the protocol, even if it has new blocks for each position."""
+    rows = RowTable(LIMITS, torch.device("cpu"))
+    rows.change(decode_plan(plan_pb2.Plan(step=1, admissions=[_admission()]), LIMITS))
+    count = 2 * LIMITS.max_blocks_per_row
+    append = plan_pb2.Plan(
+        step=2,
+        append_rows=to_column([1] * count),
+        append_blocks=to_column([10] * count),
+        append_windows=to_column([40, 41] * count),
+    )
+    with pytest.raises(PlanError, match="a row exceeds 21 blocks"):
+        rows.change(decode_plan(append, LIMITS))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -172,9 +172,14 @@ def _appends(message: plan_pb2.Plan, limits: Limits) -> tuple[IntArray, Int32Arr
         return NO_ROWS, NO_IDS, NO_IDS
     _check_rows(narrow, "append", limits)
     _check_blocks(blocks, limits)
-    if len(windowed):
-        _check_blocks(windowed[windowed != -1], limits)
-    return narrow.astype(np.int64), blocks, windowed.reshape(-1, num_tables) if len(windowed) else NO_IDS
+    if not len(windowed):
+        return narrow.astype(np.int64), blocks, NO_IDS
+    windowed = windowed.reshape(-1, num_tables)
+    is_new = windowed != -1
+    if (is_new != is_new[:, :1]).any():
+        raise PlanError("append: a position has new blocks in some tables for windows only")
+    _check_blocks(windowed[is_new], limits)
+    return narrow.astype(np.int64), blocks, windowed
 
 
 def _draft_limits(message: plan_pb2.Plan, limits: Limits) -> tuple[IntArray, IntArray]:

@@ -47,7 +47,7 @@ class BlockTables:
         Raises:
             PlanError: there are too many blocks.
         """
-        self._check_room(len(blocks))
+        self.check_room(len(blocks))
         self._host[row, : len(blocks)] = blocks
         self._lengths[row] = len(blocks)
         if self._state is not None:
@@ -68,7 +68,7 @@ class BlockTables:
             return
         index = self.next_positions(rows)
         ascending = bool((rows[1:] > rows[:-1]).all())
-        self._check_room(int(index.max()) + 1)
+        self.check_room(int(index.max()) + 1)
         self._host[rows, index] = blocks
         if ascending:  # In the common case each row gets one block.
             self._lengths[rows] = index + 1
@@ -77,7 +77,12 @@ class BlockTables:
         if self._state is not None:
             self._state.change(self._first + rows * self._host.shape[1] + index, blocks)
 
-    def _check_room(self, num_blocks: int) -> None:
+    def check_room(self, num_blocks: int) -> None:
+        """Check that a row may have so many blocks.
+
+        Raises:
+            PlanError: there are too many.
+        """
         if num_blocks > self._host.shape[1]:
             raise PlanError(f"block table: a row exceeds {self._host.shape[1]} blocks")
 

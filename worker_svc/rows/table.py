@@ -468,7 +468,9 @@ class RowTable:
 
     def _append_windows(self, rows: IntArray, blocks: Int32Array) -> None:
         """Add one position to the tables for windows of each row; see `Plan.append_windows`."""
-        before = self.tables[0].next_positions(rows) - self._window_period[rows]
+        positions = self.tables[0].next_positions(rows)
+        self.tables[0].check_room(int(positions.max()) + 1)
+        before = positions - self._window_period[rows]
         is_new = blocks[:, 0] >= 0 if len(blocks) else np.zeros(len(rows), np.bool_)
         if (~is_new & ((before < self._window_first[rows]) | (before >= self.tables[0].lengths[rows]))).any():
             raise PlanError("append: a position of a window has no block, and there is none a period before")

@@ -103,7 +103,7 @@ class Replication:
             self._events.transmit(process, standby, lambda: setattr(standby, "leader", -1))
             return
         lead.heard_at[standby.index] = process.clock(self._events.now)
-        lead.replicas[standby.index].acknowledge(num_bytes, copy)
+        lead.replicas[standby.index].acknowledge(num_bytes, copy, process.clock(self._events.now))
 
     def _hello(self, process: Process, standby: Process) -> None:
         if process.lead is not None:

@@ -416,13 +416,16 @@ class RequestRegistry:
         self._effects.append(ended)
 
     def _place(self, request: Request, num_tokens: int) -> tuple[int, int] | None:
-        """Return a worker's epoch and the cached device block that ends after so many of the request's tokens."""
-        for worker in self._fleet:
-            num_blocks, rest = divmod(num_tokens, worker.rows.block_size)
-            block = worker.cached_block(request, num_blocks) if worker.shares_prefixes and not rest else None
-            if block is not None:
-                return worker.epoch, block
-        return None
+        """Return where the cached device block is that ends after so many of the request's tokens.
+
+        Only the worker that ran the request is searched, because this is called for each request.
+        """
+        worker = self._fleet.open.get(request.home)
+        if worker is None or not worker.shares_prefixes:
+            return None
+        num_blocks, rest = divmod(num_tokens, worker.rows.block_size)
+        block = None if rest else worker.cached_block(request, num_blocks)
+        return None if block is None else (worker.epoch, block)
 
     def resume(self, event: ev.ResumeAsked, now: float) -> None:
         """Respond with a request's retained log. If the request is still live for an earlier client, end it there."""

@@ -75,22 +75,28 @@ class RecencyQueue:
             level: the level, at most `MAX_LEVEL`.
         """
         numbers = self._group_of[blocks]
-        for number in np.unique(numbers[numbers % _NUM_LEVELS != level]).tolist():
+        changing = np.unique(numbers[numbers % _NUM_LEVELS != level]).tolist()
+        if not changing:
+            return
+        is_moved = np.zeros(len(self._group_of), np.bool_)
+        is_moved[blocks] = True
+        groups, is_ordered = self._level(level), True
+        for number in changing:
             group, target = self._level(number % _NUM_LEVELS)[number], number - number % _NUM_LEVELS + level
             left = self._present(number, group)
-            moved = left[np.isin(left, blocks[numbers == number])]
-            groups = self._level(level)
+            moved = left[is_moved[left]]
             present = self._present(target, groups[target]) if target in groups else moved[:0]
             self._group_of[moved] = target
             self._shrink(number, len(moved))
             is_up = level > number % _NUM_LEVELS
             joined = np.concatenate((present, moved) if is_up else (moved, present))
-            is_last = not groups or target >= next(reversed(groups))
+            is_ordered &= not groups or target in groups or target > next(reversed(groups))
             groups[target] = _Group(joined, len(joined))
-            if not is_last:
-                ordered = sorted(groups.items())
-                groups.clear()
-                groups.update(ordered)
+        if not is_ordered:
+            # Once for all groups, because the retention of thousands of them may end at the same time.
+            ordered = sorted(groups.items())
+            groups.clear()
+            groups.update(ordered)
 
     def levels(self, blocks: IndexArray) -> IndexArray:
         """Return the levels of blocks in the queue."""

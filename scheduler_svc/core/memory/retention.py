@@ -10,12 +10,13 @@ those of the request that ended first, from the end of its sequence. They stay i
 """
 
 import math
-from collections import Counter
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 
 import numpy as np
 
 from scheduler_svc.core.interface.arrays import NO_INDICES, BoolArray, IndexArray
+from shared.request_spec import MAX_RETENTION_PRIORITY
 
 
 @dataclass(slots=True)
@@ -41,6 +42,8 @@ class Retention:
         self._most = int(share * num_blocks)
         self._records: dict[int, _Record] = {}
         """By number. The records of earlier requests, and of later positions, have lower numbers."""
+        self._queues: dict[tuple[str, int], OrderedDict[int, None]] = {}
+        """Numbers of the records of each tenant and level, ascending; no entry is empty."""
         self._record_of = np.zeros(num_blocks, np.int64)
         """By block, the number of its record; 0 if it is not retained."""
         self._levels = np.zeros(num_blocks, np.int8)
@@ -111,11 +114,7 @@ class Retention:
         for each, count in wanted.items():
             excess = count - part
             while excess > 0:
-                number = min(
-                    (number for number, record in self._records.items() if record.tenant == each),
-                    key=lambda number: (self._records[number].level, number),
-                    default=0,
-                )
+                number = self._least(each)
                 if each == tenant and (not number or self._records[number].level > level):
                     num_wanted -= excess
                     break
@@ -123,6 +122,11 @@ class Retention:
                 self._leave(changed[-1])
                 excess -= len(changed[-1])
         return max(0, num_wanted), np.concatenate([NO_INDICES, *changed])
+
+    def _least(self, tenant: str) -> int:
+        """Return the number of the tenant's record whose retention ends first if room is short; 0 if it has none."""
+        queues = (self._queues.get((tenant, level)) for level in range(1, MAX_RETENTION_PRIORITY + 2))
+        return next((next(iter(queue)) for queue in queues if queue), 0)
 
     def ended(self, now: float) -> IndexArray:
         """End the retentions that are due; return their blocks."""
@@ -142,6 +146,7 @@ class Retention:
     def _add(self, record: _Record) -> None:
         self._last_number += 1
         self._records[self._last_number] = record
+        self._queues.setdefault((record.tenant, record.level), OrderedDict())[self._last_number] = None
         self._record_of[record.blocks] = self._last_number
         self._levels[record.blocks] = record.level
         self._by_tenant[record.tenant] += record.num_left
@@ -163,6 +168,10 @@ class Retention:
                 del self._by_tenant[record.tenant]
             if not record.num_left:
                 del self._records[number]
+                queue = self._queues[record.tenant, record.level]
+                del queue[number]
+                if not queue:
+                    del self._queues[record.tenant, record.level]
             elif 2 * record.num_left < len(record.blocks):
                 record.blocks = self._present(number, record)
 
@@ -176,6 +185,7 @@ class Retention:
         assert dict(zip(numbers.tolist(), counts.tolist(), strict=True)) == {
             number: each.num_left for number, each in self._records.items()
         }, "a retained block is in no record"
+        assert {number for queue in self._queues.values() for number in queue} == set(self._records)
         by_tenant: Counter[str] = Counter()
         for number, record in self._records.items():
             present = self._present(number, record)
@@ -183,6 +193,7 @@ class Retention:
             assert len(record.blocks) <= 2 * record.num_left
             assert (self._levels[present] == record.level).all()
             assert record.until >= self._next_end
+            assert number in self._queues[record.tenant, record.level]
             by_tenant[record.tenant] += record.num_left
         assert by_tenant == self._by_tenant
         assert np.count_nonzero(self._levels) == by_tenant.total() <= self._most

@@ -199,8 +199,8 @@ class _Session:
     """The parts of a slot that are not in the table."""
 
     __slots__ = (
-        "branch_of", "has_left", "is_over", "kinds", "length", "name", "number", "place", "prompt", "shared", "stem",
-        "stem_length", "tail", "tenant", "total", "turn",
+        "branch_of", "has_left", "is_over", "kinds", "knows_pause", "length", "name", "number", "place", "prompt",
+        "shared", "stem", "stem_length", "tail", "tenant", "total", "turn",
     )  # fmt: skip
 
     def __init__(
@@ -236,6 +236,8 @@ class _Session:
         self.branch_of: SessionName | None = None
         """The name of the session whose turn ran concurrently with the first one of this session."""
         self.has_left = False
+        self.knows_pause = False
+        """Whether the pause in the table is announced or learned, and not a default."""
         self.is_over = False
         """Whether a concurrent turn has ended the session; it is dropped when its own turn ends."""
 
@@ -318,7 +320,7 @@ class Sessions:
                 self._branches.setdefault(name, []).append(request.session)
             return Turn(session.turn + 1, 0.0, known)
         pause_s = now - float(self._table[slot, _SINCE])
-        if session.habits.num_returns:
+        if session.knows_pause:
             expected_s = float(self._table[slot, _PAUSE])
             self.pauses.count += 1
             self.pauses.expected_s += expected_s
@@ -480,7 +482,7 @@ class Sessions:
             turn=session.turn,
             num_tokens=max(session.prompt, session.total),
             since=float(row[_SINCE]),
-            pause_s=float(row[_PAUSE]) if session.habits.num_returns else 0.0,
+            pause_s=float(row[_PAUSE]) if session.knows_pause else 0.0,
             end=session.tail or session.stem,
             place=session.place,
         )
@@ -621,6 +623,7 @@ class Sessions:
         is_pausing = state == _PAUSING
         # The later prompts of a named session may be shorter than the tokens that it shared when it began.
         own = max(0, (session.total if is_pausing else len(request.tokens)) - session.shared)
+        session.knows_pause = request.spec.expected_pause_s > 0.0 or habits.num_returns > 0
         pause_s = request.spec.expected_pause_s or habits.pause_s or _UNKNOWN_PAUSE_S / _PAUSES
         pause_s = max(pause_s, 1e-3)
         due = now + _PAUSES * pause_s if is_pausing else np.inf

@@ -254,7 +254,8 @@ class Worker:
         """Return a time that nearly all requests with so many uncached tokens and outputs take here."""
         prefill = StepShape(prompt_tokens=num_uncached)
         decode = StepShape(self.rows.num_running or 1, context=self.rows.num_table_blocks * self.rows.block_size)
-        return self.costs.least_s(prefill) + max(0.0, num_outputs - 1.0) * self.costs.least_s(decode)
+        num_steps = max(0.0, num_outputs - 1.0) / (1 + self.speculation.max_drafts)  # As if all drafts were accepted.
+        return self.costs.least_s(prefill) + num_steps * self.costs.least_s(decode)
 
     def limit_of(self, request: Request) -> int:
         """Return the maximum number of tokens that the request can have here, including the prompt."""

@@ -73,6 +73,7 @@ async function watch() {
       part("access").hidden = true;
       model.reset();
       gantt.reset();
+      sessions.reset();
       for await (const message of events(response)) {
         attempt = 0;
         take(message);

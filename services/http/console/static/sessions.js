@@ -19,14 +19,13 @@ export class Past {
   }
 
   add(time, sessions) {
-    const before = this.time;
     this.time = time;
     for (const session of sessions) {
       const band = this.bands.get(session.number) ?? [];
-      const kind = kindOf(session);
+      const kind = kindOf(session), began = time - session.since;
       const last = band.at(-1);
-      if (last && last[1] === before && last[2] === kind) last[1] = time;
-      else band.push([last && last[1] === before ? before : Math.max(time - session.since, time - SPAN_S), time, kind]);
+      if (last && last[2] === kind && began <= last[1]) last[1] = time;
+      else band.push([Math.max(began, last ? last[1] : time - SPAN_S), time, kind]);
       while (band.length > MAX_PARTS || (band.length > 1 && band[0][1] < time - SPAN_S)) band.shift();
       this.bands.delete(session.number);
       this.bands.set(session.number, band);
@@ -46,6 +45,11 @@ export class Sessions {
   constructor(body, model) {
     this.body = body;
     this.model = model;
+    this.past = new Past();
+  }
+
+  /** Forgets the past, because another scheduler numbers its sessions anew. */
+  reset() {
     this.past = new Past();
   }
 
