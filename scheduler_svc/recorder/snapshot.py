@@ -60,6 +60,7 @@ _TEXTS = {"text", "reason", "message"}
 """Operator texts that may quote a request."""
 _IDENTITIES = {
     ("IdentifiedRequests", "_live"), ("KeptLogs", "_logs"), ("Sessions", "_named"), ("_Session", "name"),
+    ("Sessions", "_branches"), ("_Session", "branch_of"),
 }  # fmt: skip
 """Bytes by (class, field) of the object that holds them, directly or in containers."""
 

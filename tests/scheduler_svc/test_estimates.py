@@ -17,6 +17,7 @@ from scheduler_svc.core.workers.capacity import Capacity
 from scheduler_svc.core.workers.cost_model import StepShape
 from scheduler_svc.core.workers.fleet import Fleet
 from scheduler_svc.core.workers.rows import RowTable
+from scheduler_svc.core.workers.speculation import Speculation
 from scheduler_svc.core.workers.worker import Worker
 from shared.request_spec import RequestSpec
 from tests.scheduler_svc.cluster import FRONTEND, Cluster
@@ -118,6 +119,14 @@ def test_a_limit_is_no_forecast_that_refuses() -> None:
     assert forecast.must_start(hinted, 10) == pytest.approx(100 - 0.1 - 0.2, abs=0.03)
     _finish(forecast, 21, *[40] * 8)
     assert forecast.must_start(unknown, 10) == pytest.approx(100 - 0.1 - 0.4, abs=0.06)
+
+
+def test_a_forecast_that_refuses_counts_on_all_drafts() -> None:
+    """A worker that verifies drafts may generate several tokens per step."""
+    worker = _worker()
+    worker.speculation = Speculation(4, worker.costs)
+    hinted = make_request(deadline=100.0, expected_output_tokens=51)
+    assert _forecast(worker).must_start(hinted, 0) == pytest.approx(100 - 0.2, abs=0.05)
 
 
 @pytest.mark.parametrize("slow_steps", [[10.0, 0.02] * 12, [10.0] * 60])

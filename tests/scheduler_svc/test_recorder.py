@@ -338,6 +338,23 @@ def test_a_snapshot_has_the_keys_of_grammars_that_have_just_arrived(tmp_path: Pa
     assert loaded.grammars.is_ready(hashlib.sha256(log.spec.grammar).digest())
 
 
+def test_a_snapshot_keeps_concurrent_turns_of_different_sessions_apart() -> None:
+    """Names of equal lengths have different tags wherever the core holds them."""
+    cluster = Cluster()
+    cluster.join(ModelWorker(b"w/1", 64, 4, 8))
+    for stream, name in enumerate((b"aa", b"aa", b"bb", b"bb"), start=1):
+        cluster.submit(stream, [*range(1, 20 + stream)], 30, session=name)
+        cluster.plan()
+        cluster.answer()
+
+    core = load(dump(cluster.core, Tagger(), with_tokens=False), RecordedFacts())
+
+    core.validate()
+    sessions = core._requests.sessions
+    assert sessions is not None
+    assert sorted(sessions._branches) == sorted(sessions._named)
+
+
 def test_short_scopes_and_identities_keep_their_own_tags() -> None:
     """No tag is truncated to the size of a short value, which would merge two tenants or two requests."""
     cluster = Cluster()
