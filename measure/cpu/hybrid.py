@@ -23,6 +23,7 @@ from worker_svc.device.choice import set_threads
 from worker_svc.memory.kv_pool import allocate
 from worker_svc.model.base import AttentionInputs, Model
 from worker_svc.model.loader import load_model
+from worker_svc.model.recurrent import StateCounts
 
 _BLOCK_SIZE = 16
 _CPU = torch.device("cpu")
@@ -84,7 +85,7 @@ def _round(model: Model, rows: int, prompt: int, steps: int) -> tuple[float, flo
     """Return the CPU time of a prompt's step and of a decode step, in ms."""
     blocks = -(-(prompt + steps) // _BLOCK_SIZE)
     caches = allocate(model.kv_shapes, rows * blocks, _BLOCK_SIZE, torch.bfloat16, _CPU, "context")
-    model.allocate_states(rows)
+    model.allocate_states(StateCounts(rows))
     tables = torch.arange(rows * blocks, dtype=torch.int32).view(rows, blocks)
     times = []
     for first, count in ((0, prompt), *((prompt + step, 1) for step in range(steps))):

@@ -16,6 +16,7 @@ from tests.worker_svc.oracle import Oracle, Verdict
 from worker_svc.model import hf_recurrent, hf_trial
 from worker_svc.model.hf_recurrent import NativeLayers
 from worker_svc.model.loader import load_model
+from worker_svc.model.recurrent import StateCounts
 
 PROMPT = list(range(40, 110))
 COUNT = 12
@@ -64,7 +65,7 @@ def test_logits_in_bfloat16_equal_those_of_torch(checkpoint: Path, level: str) -
     for kernels in ("off", level):
         with cpu_kernels(kernels):
             model, _ = load_model(config, CPU)
-        model.allocate_states(3)
+        model.allocate_states(StateCounts(3))
         tokens = torch.arange(1, 33).view(2, 16)
         positions = torch.arange(16).expand(2, 16)
         with torch.inference_mode():

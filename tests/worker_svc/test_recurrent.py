@@ -15,7 +15,7 @@ from tests.worker_svc.oracle import Oracle, Verdict
 from tests.worker_svc.test_speculation import guess
 from worker_svc.interface.errors import PlanError
 from worker_svc.model.loader import load_model
-from worker_svc.model.recurrent import RowStates, StateSave, StateShape
+from worker_svc.model.recurrent import RowStates, StateCounts, StateSave, StateShape
 
 PROMPT = list(range(40, 75))
 COUNT = 12
@@ -200,7 +200,7 @@ def test_the_state_of_a_row_that_stays_is_not_saved_to_the_host(checkpoint: Path
 
 def test_a_state_in_host_memory_is_dropped_if_its_row_has_failed() -> None:
     """A former state in the same place is not restored instead."""
-    states = RowStates([StateShape((2,), torch.float32)], 2, CPU, num_checkpoints=1, num_host_states=1)
+    states = RowStates([StateShape((2,), torch.float32)], StateCounts(2, checkpoints=1, host_states=1), CPU)
     states.close([0], [4], [torch.ones(1, 2)])
     states.save(StateSave(0, 4, 1))
     states.restore(1, 4, 1)
@@ -302,7 +302,7 @@ def test_states_are_counted_in_the_memory(checkpoint: Path) -> None:
 
 def test_a_state_at_another_token_is_not_read() -> None:
     """The step fails rather than compute tokens from the wrong state."""
-    states = RowStates([StateShape((2, 3), torch.float32)], 4, CPU)
+    states = RowStates([StateShape((2, 3), torch.float32)], StateCounts(4), CPU)
     written = torch.arange(12.0).view(2, 2, 3)
     states.close([3, 1], [7, 5], [written])
 
@@ -315,7 +315,7 @@ def test_a_state_at_another_token_is_not_read() -> None:
 
 def test_a_state_is_not_read_after_an_unfinished_pass() -> None:
     """A pass that failed may have changed the states of its rows in place; `close` makes them valid again."""
-    states = RowStates([StateShape((2,), torch.float32)], 3, CPU)
+    states = RowStates([StateShape((2,), torch.float32)], StateCounts(3), CPU)
     opened = states.open([1, 2], [0, 0])
     assert opened.span is not None
     view = opened.tensors[0][opened.span]

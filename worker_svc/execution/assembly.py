@@ -24,6 +24,7 @@ from worker_svc.memory.kv_groups import WINDOW_CHUNK, KVGroups, divide
 from worker_svc.memory.kv_pool import allocate, block_bytes, cuda_memory_for_kv
 from worker_svc.model.base import KVCache, Model
 from worker_svc.model.loader import ModelDescription
+from worker_svc.model.recurrent import StateCounts
 from worker_svc.model.step_graphs import Shape, StepGraphs, captured, chunk_shapes, draft_shapes, pass_shapes
 from worker_svc.outputs.grammars import GrammarStore
 from worker_svc.ranks.group import Group
@@ -69,7 +70,7 @@ def build_engine(
         max_rows, num_checkpoints = _count_states(config, model, max_rows, device)
         num_host_states = _count_host_states(config, model, max_rows)
         rolls_back = _states_per_row(config) > 1
-        model.allocate_states(max_rows, num_checkpoints, num_host_states, rolls_back=rolls_back)
+        model.allocate_states(StateCounts(max_rows, num_checkpoints, num_host_states, rolls_back))
     max_tokens = config.max_num_batched_tokens or default_tokens(gpu, num_weights, max_rows)
     limits = Limits(
         max_rows=max_rows,

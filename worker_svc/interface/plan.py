@@ -137,7 +137,7 @@ class Plan:
     append_rows: IntArray
     append_blocks: Int32Array
     append_windows: Int32Array
-    """`[appends, groups with a window]`: blocks for the same positions; -1 for the block a period before.
+    """`[appends, groups with a window]`: blocks for the same positions; -1 for the block of a period earlier.
     Empty if all are.
     """
     chunk_rows: IntArray

@@ -13,7 +13,7 @@ import torch
 
 from kernels.paged_attention import DecodeSchedule, schedule_decode
 from worker_svc.interface.arrays import IntArray
-from worker_svc.model.recurrent import RowStates, StateSave
+from worker_svc.model.recurrent import RowStates, StateCounts, StateSave
 
 KVCache = tuple[torch.Tensor, torch.Tensor]
 """Keys and values of one layer, each `[num_blocks, num_kv_heads, block_size, width]`."""
@@ -108,13 +108,8 @@ class Model(Protocol):
         """
         ...
 
-    def allocate_states(
-        self, num_rows: int, num_checkpoints: int = 0, num_host_states: int = 0, *, rolls_back: bool = False
-    ) -> None:
-        """Allocate the recurrent states for a worker's rows and checkpoints, and those in host memory.
-
-        With `rolls_back`, also allocate copies for steps with drafts. Without `state_bytes`, do nothing.
-        """
+    def allocate_states(self, counts: StateCounts) -> None:
+        """Allocate a worker's recurrent states. Without `state_bytes`, do nothing."""
         ...
 
     @property

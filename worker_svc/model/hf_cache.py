@@ -39,7 +39,7 @@ from worker_svc.model.base import AttentionInputs, KVCache, KVShape
 from worker_svc.model.hf_attention import PAGED, PagedStep, running
 from worker_svc.model.hf_model import TransformersModel, UnsuitableError
 from worker_svc.model.hf_recurrent import NativeLayers, is_stand_in, stand_in, store_in
-from worker_svc.model.recurrent import RowStates, StateSave, StateShape
+from worker_svc.model.recurrent import RowStates, StateCounts, StateSave, StateShape
 
 
 class CacheModel(TransformersModel):
@@ -96,34 +96,10 @@ class CacheModel(TransformersModel):
     def state_bytes(self) -> int:
         return sum(shape.num_bytes for shape in self._state_shapes)
 
-    def allocate_states(
-        self,
-        num_rows: int,
-        num_checkpoints: int = 0,
-        num_host_states: int = 0,
-        *,
-        rolls_back: bool = False,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        """See `Model.allocate_states`.
-
-        Args:
-            num_rows: number of rows.
-            num_checkpoints: number of checkpoints.
-            num_host_states: number of states in host memory.
-            rolls_back: allocate copies for steps with drafts.
-            dtype: type of the states; None for the class's type.
-        """
+    def allocate_states(self, counts: StateCounts, dtype: torch.dtype | None = None) -> None:
+        """See `Model.allocate_states`; `dtype`: type of the states, None for the class's type."""
         if self._state_shapes:
-            self._states = RowStates(
-                self._state_shapes,
-                num_rows,
-                self._decoder.device,
-                dtype,
-                num_checkpoints,
-                num_host_states,
-                rolls_back=rolls_back,
-            )
+            self._states = RowStates(self._state_shapes, counts, self._decoder.device, dtype)
 
     @property
     def states(self) -> RowStates | None:

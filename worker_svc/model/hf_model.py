@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from worker_svc.model.base import AttentionInputs, KVCache, KVShape
-from worker_svc.model.recurrent import RowStates
+from worker_svc.model.recurrent import RowStates, StateCounts
 
 
 class UnsuitableError(Exception):
@@ -51,15 +51,7 @@ class TransformersModel(ABC):
     def state_bytes(self) -> int:
         return 0
 
-    def allocate_states(
-        self,
-        num_rows: int,
-        num_checkpoints: int = 0,
-        num_host_states: int = 0,
-        *,
-        rolls_back: bool = False,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def allocate_states(self, counts: StateCounts, dtype: torch.dtype | None = None) -> None:
         """See `Model.allocate_states`; only a model with recurrent state has a type of it."""
         assert not self.state_bytes, "a model with recurrent state allocates it"
 

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from worker_svc.model.base import AttentionInputs, Model
 from worker_svc.model.decoder_config import text_config
 from worker_svc.model.hf_model import TransformersModel
+from worker_svc.model.recurrent import StateCounts
 
 TOLERANCE = 1e-3
 """Largest permitted distance; hundreds of times the effect of rounding in models with random weights."""
@@ -51,7 +52,7 @@ def distance(decoder: PreTrainedModel, model: TransformersModel, device: torch.d
     tokens, positions = _rows(decoder, device, num_positions)
     with InFloat32():  # type: ignore[no-untyped-call]
         decoder.set_attn_implementation(model.attention)
-        model.allocate_states(_NUM_STATES, dtype=torch.float32)
+        model.allocate_states(StateCounts(_NUM_STATES), torch.float32)
         paged = _paged_logits(model, tokens, positions, device)
         decoder.set_attn_implementation("eager")
         first, last = (slice(row, row + 1) for row in range(2))
@@ -79,7 +80,7 @@ def has_finite_logits(
     decoder: PreTrainedModel, model: TransformersModel, device: torch.device, num_positions: int
 ) -> bool:
     """Return whether both rows' logits are finite; the arguments are those of `distance`."""
-    model.allocate_states(_NUM_STATES)
+    model.allocate_states(StateCounts(_NUM_STATES))
     return bool(_paged_logits(model, *_rows(decoder, device, num_positions), device).isfinite().all())
 
 

@@ -34,7 +34,7 @@ from worker_svc.model.decoder_config import DecoderConfig
 from worker_svc.model.families import FAMILIES, Experts, Family, has_bias, head_dim, mixture_layers, mlps, windows
 from worker_svc.model.llama_layer import Codes, Layer, Linear, Mixture, Mlp
 from worker_svc.model.quantised import StoredWeights, log_form
-from worker_svc.model.recurrent import RowStates
+from worker_svc.model.recurrent import RowStates, StateCounts
 from worker_svc.model.rope import rope_tables
 from worker_svc.model.weights import copy_weights, holds_different, tensor_names
 from worker_svc.ranks.group import Group
@@ -119,9 +119,7 @@ class LlamaModel:
     def state_bytes(self) -> int:
         return 0
 
-    def allocate_states(
-        self, num_rows: int, num_checkpoints: int = 0, num_host_states: int = 0, *, rolls_back: bool = False
-    ) -> None:
+    def allocate_states(self, counts: StateCounts) -> None:
         """Do nothing: a row has only keys and values."""
 
     @property

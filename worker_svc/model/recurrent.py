@@ -60,44 +60,49 @@ class OpenStates:
     """The same places, if they follow each other."""
 
 
+@dataclass(frozen=True, slots=True)
+class StateCounts:
+    """Numbers of recurrent states that a worker allocates."""
+
+    rows: int
+    checkpoints: int = 0
+    host_states: int = 0
+    """States of preempted requests in host memory."""
+    rolls_back: bool = False
+    """Whether each row has a copy of its state for steps with drafts."""
+
+
 class RowStates:
     """A worker's row states, its checkpoints, which follow the rows in each tensor, and the states in host memory."""
 
     def __init__(
         self,
         shapes: Sequence[StateShape],
-        num_rows: int,
+        counts: StateCounts,
         device: torch.device,
         dtype: torch.dtype | None = None,
-        num_checkpoints: int = 0,
-        num_host_states: int = 0,
-        *,
-        rolls_back: bool = False,
     ) -> None:
         """Allocate the states.
 
         Args:
             shapes: the tensors of one row's state.
-            num_rows: number of rows.
-            num_checkpoints: number of checkpoints.
-            num_host_states: number of states in host memory.
-            rolls_back: allocate copies for steps with drafts, one per row.
-            device: the device of the states.
+            counts: the numbers of states.
+            device: the device of the states, except for those in host memory.
             dtype: type of all tensors; None for the types in `shapes`.
         """
+        num_on_device = counts.rows + counts.checkpoints
         self._tensors = [
-            torch.zeros((num_rows + num_checkpoints, *each.shape), dtype=dtype or each.dtype, device=device)
-            for each in shapes
+            torch.zeros((num_on_device, *each.shape), dtype=dtype or each.dtype, device=device) for each in shapes
         ]
         self._host_tensors = [
-            torch.zeros((num_host_states, *each.shape[1:]), dtype=each.dtype) for each in self._tensors
+            torch.zeros((counts.host_states, *each.shape[1:]), dtype=each.dtype) for each in self._tensors
         ]
-        self._backups = [torch.zeros_like(each[:num_rows]) for each in self._tensors] if rolls_back else []
-        self._backup_ends = [_UNKNOWN] * num_rows
+        self._backups = [torch.zeros_like(each[: counts.rows]) for each in self._tensors] if counts.rolls_back else []
+        self._backup_ends = [_UNKNOWN] * counts.rows
         self.missing: dict[int, list[int]] = {}
         """By row after a rejected draft: the tokens between its state and its next token."""
-        self._num_rows = num_rows
-        self._ends = [0] * (num_rows + num_checkpoints + num_host_states)
+        self._num_rows = counts.rows
+        self._ends = [0] * (num_on_device + counts.host_states)
 
     def open(self, rows: Sequence[int], starts: Sequence[int]) -> "OpenStates":
         """Return some rows' states for a forward pass, which ends with `close`.
@@ -143,7 +148,7 @@ class RowStates:
         self._backup_ends[row] = self._ends[row]
 
     def roll_back(self, row: int, tokens: list[int]) -> None:
-        """Restore the state of a row before its step with drafts, of which some were rejected.
+        """Restore the state that a row had before a step with drafts, because some drafts were rejected.
 
         Args:
             row: the row.
