@@ -17,7 +17,7 @@ import tempfile
 import time
 import urllib.request
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -124,6 +124,19 @@ class Served(Service):
         """Assert that no process of this service is left shortly after it exits."""
         _, alive = psutil.wait_procs(self.processes(), timeout=END_S)
         assert alive == [], f"left over: {[process.cmdline() for process in alive]}"
+
+
+def until(condition: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
+    """Wait for a condition that no event announces.
+
+    Raises:
+        TimeoutError: it does not hold after `patience_s`; the message contains `what`.
+    """
+    end = time.monotonic() + patience_s
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError(f"not after {patience_s} s: {what}")
+        time.sleep(0.05)
 
 
 def _sum(metrics: str, name: str, **labels: str) -> float:

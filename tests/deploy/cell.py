@@ -12,12 +12,13 @@ import grpc
 import trustme
 import yaml
 
+from measure.testbed.service import until
 from quire import Client, errors
 from quire_server.cli.keys import add, add_principal, create, revoke
 from shared.model_path import resolve_model
 from tests.deploy.hub import Hub, serving
 from tests.deploy.manifests import KUBERNETES, Pod, kustomized
-from tests.deploy.node import NETWORK, Node, Running, until
+from tests.deploy.node import NETWORK, Node, Running
 
 DEMO = resolve_model("demo", weights=True)
 _TOKENS = 40

@@ -19,7 +19,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -93,15 +93,6 @@ class Running:
     environment: dict[str, str] = field(default_factory=dict)
     said: str = ""
     """What its last probe printed."""
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    """Wait for a condition."""
-    end = time.monotonic() + _WAIT_S
-    while not condition():
-        if time.monotonic() > end:
-            raise RuntimeError(f"not after {_WAIT_S} s: {what}")
-        time.sleep(0.05)
 
 
 class Node:

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from measure.testbed.service import until
 from quire_server.cli.keys import add_principal
 from tests.deploy.cell import Cell
 from tests.deploy.manifests import ROOT
-from tests.deploy.node import until
 
 _PATIENCE_S = 120
 

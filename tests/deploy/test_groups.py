@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from measure.testbed.service import QUIRE, free_ports
+from measure.testbed.service import QUIRE, free_ports, until
 from quire import Client
 from tests.deploy.manifests import ROOT, Pod, needs_tools, of_kind, pods
-from tests.deploy.node import until
 
 pytestmark = needs_tools
 
@@ -147,5 +146,5 @@ def _generated(client: Client) -> list[int]:
             found[:] = client.generate(_PROMPT, max_tokens=_TOKENS, temperature=0.0, ignore_eos=True).result().token_ids
         return bool(found)
 
-    until(answered, "an answer")
+    until(answered, "the group answers", patience_s=600)
     return found

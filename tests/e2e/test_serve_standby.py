@@ -2,8 +2,7 @@
 
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,10 +10,9 @@ import psutil
 import pytest
 
 from checks.chaos.fronts import leader_pid
-from measure.testbed.service import Served, is_alive, serve
+from measure.testbed.service import PATIENCE_S, Served, serve, until
 from quire import Client
 
-WAIT_S = 60
 FLAGS = ("--standby", "--record-dir=off", "--no-console", "--watchdog-s=10")
 
 
@@ -42,16 +40,9 @@ class Pair:
                 return metric("quire_standby_ready") == 1 and metric("quire_workers") == 1
             return False
 
-        _until(is_ready)
+        until(is_ready, "the service is ready")
         with Client(self.served.grpc) as client:
             assert client.generate("a", max_tokens=3, ignore_eos=True).result().finished is not None
-
-
-def _until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < end, f"not after {WAIT_S} s"
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -72,7 +63,7 @@ def test_schedulers_that_die_one_after_the_other_return(pair: Pair) -> None:
 
     first = pair.leader()
     os.kill(first, signal.SIGKILL)
-    _until(lambda: pair.leader() != first)
+    until(lambda: pair.leader() != first, "another scheduler leads")
     os.kill(pair.leader(), signal.SIGKILL)
 
     pair.until_ready()
@@ -83,13 +74,13 @@ def test_a_leader_that_is_stopped_is_replaced_only_if_it_hangs(pair: Pair) -> No
     leader = pair.leader()
     os.kill(leader, signal.SIGSTOP)
     # SIGCONT would discard a SIGSTOP that has not stopped all threads yet.
-    _until(lambda: psutil.Process(leader).status() == psutil.STATUS_STOPPED)
+    until(lambda: psutil.Process(leader).status() == psutil.STATUS_STOPPED, "the leader is stopped")
     os.kill(leader, signal.SIGCONT)
     pair.until_ready()
     assert pair.leader() == leader
 
     os.kill(leader, signal.SIGSTOP)
-    _until(lambda: pair.leader() != leader)
+    until(lambda: pair.leader() != leader, "another scheduler leads")
 
     pair.until_ready()
 
@@ -100,16 +91,17 @@ def test_a_service_that_is_stopped_during_a_takeover_exits(pair: Pair) -> None:
 
     pair.served.process.terminate()
 
-    pair.served.process.wait(WAIT_S)
+    pair.served.process.wait(PATIENCE_S)
 
 
 def test_no_scheduler_survives_the_supervisor(tmp_path: Path) -> None:
-    """SIGKILL of the supervisor ends leader and standby, and the next service has the same journal and lease."""
+    """After SIGKILL of the supervisor, both schedulers exit, and a new service can use the same journal and lease."""
     flags = (*FLAGS, f"--leader-lease={tmp_path}/leader", f"--journal={tmp_path}/journal")
     with serve("demo", *flags, end=False) as served:
         children = served.children()
         served.process.kill()
-        _until(lambda: not any(is_alive(child) for child in children))
+        _, alive = psutil.wait_procs(children, timeout=PATIENCE_S)
+        assert not alive
 
     with serve("demo", *flags) as served:
         Pair(served, tmp_path / "leader").until_ready()
