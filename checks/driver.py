@@ -83,7 +83,7 @@ class Row:
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     windows: list[list[int]] = field(default_factory=list)
-    """Blocks of the KV groups with a window. A row takes them up to `window_period`, and reuses them in turn."""
+    """Blocks of the KV groups with a window. A row takes up to `window_period` per group, then reuses them in order."""
     window_period: int = 0
     held: bool = False
     draft_limit: int = 0

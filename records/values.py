@@ -60,8 +60,8 @@ class PlanDigest:
     append_rows: list[int]
     append_blocks: list[int]
     append_windows: list[int]
-    """Their blocks in the KV groups with a window, position by position; -1 for the block a period before. Empty if all
-    are.
+    """Their blocks in the KV groups with a window, position by position; -1 for the block of a period earlier.
+    Empty if all are -1.
     """
     chunk_rows: list[int]
     chunk_lengths: list[int]

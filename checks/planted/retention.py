@@ -1,4 +1,4 @@
-"""Bugs of the retention of cached blocks."""
+"""Planted bugs in the retention of cached blocks."""
 
 from typing import Any
 

@@ -138,7 +138,7 @@ def grown_windows_leak(patch: pytest.MonkeyPatch) -> None:
 
 @bug("kv.exclusive", "window.content", aim=with_windows(9, 12))
 def grown_windows_of_another_row(patch: pytest.MonkeyPatch) -> None:
-    """Two rows that grow in one plan get each other's window blocks."""
+    """If two rows grow in one plan, each gets the window blocks of the other."""
 
     def reversed_rows(
         grow: Any, self: WindowBlocks, rows: IndexArray, positions: IndexArray, taken: IndexArray

@@ -314,7 +314,7 @@ def with_quota(**limits: Any) -> Aim:
 
 
 def with_retention(scenario: Scenario) -> Scenario:
-    """Sequences of which some are retained, in memory for a few of them, with a cache scope per tenant."""
+    """Several tenants with separate cache scopes retain some of their sequences, in memory that holds only a few."""
     scenario = with_sessions(scenario)
     traffic = dataclasses.replace(scenario.traffic, retained=0.15, shared_salt=False)
     config = dataclasses.replace(scenario.config, retention_share=0.7, session_wait_s=0.0)

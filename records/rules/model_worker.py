@@ -425,7 +425,7 @@ class ModelWorker:
         self._check_window_bound(row)
 
     def _append_window(self, row: Row, blocks: list[int]) -> None:
-        """Add a position to the row's windows, with new blocks or those a period before."""
+        """Add a position to the row's windows, with new blocks, or with those of a period earlier."""
         if blocks and blocks[0] >= 0:
             for block in blocks:
                 self._take_window_block(row, block)

@@ -138,7 +138,7 @@ class Replica:
 
 
 def replicated(replicas: Iterable[Replica]) -> float:
-    """Return the journal position that each standby with the whole journal has; infinite if there is none.
+    """Return the journal position up to which every complete standby has a copy; infinite without such a standby.
 
     Any of these standbys may take over.
     """

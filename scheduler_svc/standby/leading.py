@@ -122,7 +122,7 @@ class Standbys:
         return self._ticked_at + TICK_S
 
     def acknowledged(self) -> float:
-        """Return the journal position that each standby with the whole journal has; infinite if there is none."""
+        """Return the journal position up to which every complete standby has a copy; infinite if none is complete."""
         return replicated(each.replica for each in self._standbys.values())
 
     def listen(self) -> None:

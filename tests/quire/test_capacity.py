@@ -192,7 +192,7 @@ def test_sessions_of_agents_fit_in_both_tiers(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_host_memory_holds_no_prefixes_of_a_model_with_recurrent_state(capsys: pytest.CaptureFixture[str]) -> None:
-    """It has the KV and states of preempted requests only, so that no more sessions keep their KV; a disk has none."""
+    """Host memory holds only KV and states of preempted requests, so it adds no sessions. A disk cache is refused."""
     flags = [f"--params={_RECURRENT}", "--gpu-memory=80GB", "--agents=2,128,64", "--host-cache=64GiB"]
     assert main(["capacity", *flags]) == 0
     out = capsys.readouterr().out

@@ -151,7 +151,7 @@ def test_a_session_counts_with_the_blocks_that_it_holds() -> None:
 
 
 def _pausing(pause_s: float) -> _Agents:
-    """Return agents of which one has ended a turn of 100 tokens, announced a pause, and paused for a second."""
+    """Return agents after one of them has ended a turn of 100 tokens, announced a pause, and paused for a second."""
     agents = _Agents()
     agents.serve()
     agents.turn(agents.new_tokens(92), pause_s=pause_s)

@@ -229,7 +229,7 @@ def test_a_standby_notices_that_the_last_part_of_a_segment_is_missing() -> None:
 
 
 def test_a_scheduler_stands_for_the_lease_only_if_it_has_the_journal_of_the_last_leader() -> None:
-    """The copy of an earlier leader's journal does not count. After the grace period, any scheduler stands."""
+    """The copy of an earlier leader's journal does not count. After the grace period, any standby may stand."""
     known = Numbers(own=3, highest=5)
     assert may_stand(known, 5, silence_s=0.0, grace_s=4.0)
     assert may_stand(known.led(6), 0, silence_s=0.0, grace_s=4.0)

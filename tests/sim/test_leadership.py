@@ -22,7 +22,7 @@ NUM_SEEDS = 160
 
 @pytest.mark.parametrize("seed", range(12))
 def test_one_scheduler_leads_and_no_token_is_lost(seed: int) -> None:
-    """Whatever is stopped, killed, cut off, slow or delayed."""
+    """No promise is broken if processes are stopped, killed, cut off, slow or delayed."""
     assert World(seed).run()
 
 

@@ -46,7 +46,7 @@ class Fleet:
         return Session(process.index, process.tenure.number, (process.connection, worker.connection))
 
     def plan(self, process: Process, lead: Lead) -> Callable[[], None] | None:
-        """Return how a leader sends the next step of the stream; None if there is none."""
+        """Return a function that sends the leader's next step of the stream; None if no step is due."""
         if lead.plan is not None or not lead.workers:
             return None
         if lead.assigned not in lead.workers:

@@ -49,7 +49,7 @@ class Session(NamedTuple):
     process: int
     number: int
     connections: tuple[int, int]
-    """Numbers of the connections of both ends."""
+    """Connection numbers of both ends."""
 
 
 NO_SESSION = Session(-1, -1, (-1, -1))
@@ -184,13 +184,13 @@ class Node:
     is_stopped: bool = False
     is_dead: bool = False
     connection: int = 0
-    """Number of its connections. A cut network breaks them, and TCP retains the order."""
+    """Number of connections so far. A network cut breaks them; messages of one connection arrive in order."""
     held_back: list[tuple[bool, Callable[[], object]]] = field(default_factory=list)
-    """What the process does when it continues after SIGSTOP, and whether it is a turn, which follows all messages."""
+    """Actions for the time after SIGSTOP, each with whether it is a turn of the loop. Turns come after all messages."""
     num_faults: int = 0
-    """Number of faults that disturb this process now."""
+    """Number of present faults of this process."""
     undisturbed_since: float = 0.0
-    """Time at which the last fault on this process ended; infinite during a fault."""
+    """Time at which the last fault of this process ended; infinite during a fault."""
     calm_s: float = 0.0
     """Time without a fault before the present one."""
 
@@ -239,7 +239,7 @@ class Lead:
     """Time at which the leader received each token of the log."""
     attempt: int = 0
     workers: dict[int, tuple[Session, Tokens]] = field(default_factory=dict)
-    """Session and row of each connected worker."""
+    """By connected worker: its session with the scheduler, and the tokens of its row."""
     assigned: int = -1
     plan: Plan | None = None
     """The step in flight."""
@@ -271,7 +271,7 @@ class Process(Node):
     parts: deque[Callable[[], None]] = field(default_factory=deque)
     """Parts that it has to write."""
     standing: int | None = None
-    """Highest number that it knows, while it tries to acquire the lease."""
+    """Highest leader number known to the process while it tries to acquire the lease; otherwise None."""
 
     def clock(self, now: float) -> float:
         return now * self.rate + self.offset

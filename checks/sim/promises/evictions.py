@@ -38,13 +38,13 @@ class _Blocks:
         self.texts: dict[int, int] = {}
         """By shared block, the hash of the tokens up to its end."""
         self.retained: dict[int, float] = {}
-        """Shared blocks that are surely retained, with the time at which the retention ends."""
+        """Shared blocks that are certainly retained, with the time at which the retention ends."""
         self.newest_evicted = 0
         """The latest time since which an evicted block had been unused. Retained blocks do not count."""
         self.evictions: list[tuple[int, int]] = []
         """Step of each eviction, and this time."""
         self.newest_retained_evicted = 0
-        """The latest step in which a surely retained block was evicted."""
+        """The latest step in which a certainly retained block was evicted."""
         self.times: list[tuple[float, int]] = []
         """Time and step of each plan."""
 
@@ -84,7 +84,7 @@ class _Blocks:
             self._lost(block)
 
     def newest_evicted_after(self, time: float) -> int:
-        """Return `newest_evicted` of the evictions that are surely later than a time."""
+        """Return `newest_evicted` of the evictions that are certainly later than a time."""
         step = next((step for now, step in reversed(self.times) if now < time), 0) + 1 + _APART
         return max((since for at, since in self.evictions if at > step), default=0)
 

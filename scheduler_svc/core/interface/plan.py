@@ -26,7 +26,7 @@ class WindowTables:
     first: int
     """Position of the first entry; earlier blocks of the sequence are out of reach."""
     period: int
-    """A position after the end of a table uses the block of the position a period before, unless it gets another."""
+    """A position after the end of a table reuses the block of a period earlier, unless a plan appends a new one."""
     tables: IndexArray
     """`[groups, positions]`: block of each position."""
 

@@ -416,7 +416,7 @@ class RequestRegistry:
         self._effects.append(ended)
 
     def _place(self, request: Request, num_tokens: int) -> tuple[int, int] | None:
-        """Return where the cached device block is that ends after so many of the request's tokens.
+        """Return the epoch and the cached device block that ends after `num_tokens` of the request's tokens, or None.
 
         Only the worker that ran the request is searched, because this is called for each request.
         """

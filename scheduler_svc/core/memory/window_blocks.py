@@ -67,10 +67,10 @@ class _Row:
     round_end: int = 0
     """Each position before this one takes blocks."""
     replacing: frozenset[int] = frozenset()
-    """Later positions that take blocks, because the blocks of the positions a period before are kept."""
+    """Later positions that take blocks, because the blocks of a period earlier are retained for the prefix cache."""
 
     def takes(self, position: int) -> bool:
-        """Return whether a position takes blocks instead of using those of the position a period before."""
+        """Return whether a position takes blocks instead of reusing those of a period earlier."""
         return position < self.round_end or position in self.replacing
 
 
@@ -220,7 +220,7 @@ class WindowBlocks(Boundaries):
     def grow(self, rows: IndexArray, positions: IndexArray, taken: IndexArray) -> IndexArray:
         """Extend the tables of rows by one position each; return the blocks `[rows, tables]`.
 
-        A block of -1 means that the position uses the block of the position a period before.
+        A block of -1 means that the position reuses the block that is `period` positions earlier.
 
         Args:
             rows: the rows, which are distinct.

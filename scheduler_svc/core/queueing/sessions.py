@@ -95,7 +95,7 @@ class ShownSession(NamedTuple):
     pause_s: float
     """Announced or learned pause, s; 0 if neither is known."""
     end: BlockKey
-    """Key of the last block of its sequence that the next turn surely repeats; empty if there is none yet."""
+    """Key of the last block that the next turn certainly repeats; empty while no block is certain."""
     place: tuple[int, int] | None
     """Epoch of the worker that had this block on the device after the last turn, and the block."""
 

@@ -25,8 +25,8 @@ forward with saves of states, sample.
 
 Checkpoints: a worker whose model has recurrent state may have places for copies of states. A plan saves the state of a
 row to a checkpoint, and admits rows whose state is a copy of a checkpoint. Plans run in order, so a checkpoint may be
-written again in any plan after the one that reads it, and also in the same plan, which reads first. A place for a state
-in host memory is named like a checkpoint, but a plan writes these places first, before it reads one.
+written again in any plan after the one that reads it, and also in the same plan, which reads first. States in host
+memory have ids like checkpoints, but a plan writes all of these states before it reads any.
 
 Reuse: a row may be admitted again in the plan in which it leaves; its generation distinguishes the uses. A block that
 no row holds any more, on the device or on the host, is allocated again only when all steps that may read or write it
@@ -964,7 +964,7 @@ class Plan(_message.Message):
     """See append_rows."""
     append_windows: _builtins.bytes
     """Column `[appends, groups with a window]` of blocks for the appended positions in the other groups. -1: the block
-    that is `window_period` places before. Empty: all are -1.
+    that is `window_period` positions earlier. Empty: all are -1.
     """
     chunk_rows: _builtins.bytes
     """Columns of prefill chunks computed in this step: row, number of tokens."""
@@ -1102,9 +1102,9 @@ class Admission(_message.Message):
     @_builtins.property
     def block_tables(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Column of block ids per KV group, in order of position. All tables grow with `append_blocks`. The tables of groups
-        with a window begin at block number `window_first`, and have equal lengths. They end with the table of the first
-        group, or earlier: the block after their end is then the one `window_period` places before, and so on. Earlier blocks
-        of the sequence are out of reach.
+        with a window have equal lengths and begin at block number `window_first`; attention does not read earlier blocks of
+        the sequence. They may be shorter than the table of the first group. Each position after their end then uses the
+        block that is `window_period` positions earlier.
         """
 
     def __init__(
