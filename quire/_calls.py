@@ -103,9 +103,11 @@ def read_error(call: FailedCall) -> errors.QuireError:
         elif detail.Is(retry.DESCRIPTOR):
             detail.Unpack(retry)
             retry_after_s = seconds(retry.retry_delay)
-    reason = info.reason if info.domain == errors.DOMAIN else ""
+    reason, message = info.reason if info.domain == errors.DOMAIN else "", status.message or call.details() or code
+    if code == "DEADLINE_EXCEEDED" and not reason:  # The call's own timer ended it.
+        reason, message = "DEADLINE", "the timeout passed before the response was complete; allow more time"
     return errors.class_for(code, reason)(
-        status.message or call.details() or code,
+        message,
         code=code,
         reason=reason,
         retry_after_s=retry_after_s,

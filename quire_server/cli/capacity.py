@@ -291,6 +291,10 @@ def _page(
             f"Windows        {num_windowed} of {sizes.num_layers} layers keep the newest {groups.window:,} tokens and a"
             f" step; a block holds {groups.num_places} layers"
         )
+    elif host_tokens and kv_groups(
+        sizes, dataclasses.replace(serving, frees_windows=options.kv_cache_memory is not None)
+    ):
+        lines.append("Windows        not freed with --host-cache; all layers keep all tokens")
     if sizes.state_bytes:
         num_rows = f"{serving.max_rows} row{'' if serving.max_rows == 1 else 's'}"
         each = f"({num_rows} + {serving.num_checkpoints} checkpoints) x {sizes.state_bytes:,} bytes"

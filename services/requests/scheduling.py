@@ -68,7 +68,7 @@ def check_scheduling(options: v1.SchedulingOptions) -> Iterator[FieldViolation]:
     if options.retention_priority > MAX_RETENTION_PRIORITY:
         yield FieldViolation("scheduling.retention_priority", f"must lie in [0, {MAX_RETENTION_PRIORITY}]")
     elif options.retention_priority and not options.HasField("retention"):
-        yield FieldViolation("scheduling.retention_priority", "has no effect without a retention; specify both")
+        yield FieldViolation("scheduling.retention_priority", "has no effect alone; also specify the retention time")
 
 
 def schedule(spec: RequestSpec, options: v1.SchedulingOptions, principal: Principal) -> RequestSpec:

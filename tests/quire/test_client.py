@@ -342,8 +342,9 @@ def test_the_timeout_is_the_calls_deadline(server: ScriptedServer, client: Clien
     """The server sees the deadline, and its passing is a DeadlineError."""
     server.script = _endless
 
-    with pytest.raises(errors.DeadlineError):
+    with pytest.raises(errors.DeadlineError, match="the timeout passed") as failed:
         list(client.generate("text", timeout=0.2))
+    assert failed.value.reason == "DEADLINE"
 
     assert server.deadlines[0] is not None
     assert server.deadlines[0] <= 0.4  # gRPC rounds up the remaining time.

@@ -61,7 +61,7 @@ def test_the_formulas_are_what_a_worker_allocates(model: str, settings: dict[str
     assert bytes_of(vars(engine)["_caches"]) == pytest.approx(cache, rel=0.03)
 
 
-def test_windows_count_with_their_newest_tokens(tmp_path: Path) -> None:
+def test_windows_count_with_their_newest_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A request with windows needs the blocks that a row holds; with host memory, all layers keep all tokens."""
     folder = make_checkpoint("GptOssForCausalLM", tmp_path / "model", sliding_window=64, max_position_embeddings=4096)
     flags = ("--context=64,4096", "--output=8")
@@ -75,6 +75,11 @@ def test_windows_count_with_their_newest_tokens(tmp_path: Path) -> None:
     assert set(kept["kv_by_kind"]) == {"full"}
     assert [row["blocks_per_request"] for row in freed["lengths"]] == [8, 256 + period]
     assert [row["kv_bytes_per_request"] for row in kept["lengths"]] == [64 * per_token, 4096 * per_token]
+
+    page = [f"--model={folder}", "--kv-cache-memory=64MiB", *flags]
+    for host_cache, line in (("0", "layers keep the newest 64 tokens"), ("1MiB", "not freed with --host-cache")):
+        assert main(["capacity", *page, f"--host-cache={host_cache}"]) == 0
+        assert line in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
