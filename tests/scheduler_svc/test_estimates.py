@@ -142,6 +142,25 @@ def test_a_disturbance_is_no_forecast_that_refuses(slow_steps: list[float]) -> N
     assert all(time is not None and time > 540.0 for time in must_start), must_start
 
 
+def test_running_requests_are_no_forecast_that_refuses() -> None:
+    """A full batch of slow steps may end before most of a request's output is generated, so it does not count."""
+    cluster = Cluster(max_num_seqs=32, max_num_batched_tokens=64)
+    cluster.join(ModelWorker(b"w", num_blocks=256, block_size=16, max_rows=32))
+    worker = cluster.core.worker(b"w")
+    assert worker is not None
+    for number in range(8000):
+        rows = (1, 8, 32)[number // 32 % 3]
+        worker.costs.measured(StepShape(rows, number % 2), 0.005 + 0.005 * rows)
+    for stream in range(1, 33):
+        cluster.submit(stream, [stream] * 2, 20)
+    cluster.plan()
+    assert worker.rows.num_running == 32
+    hinted = make_request(deadline=100.0, expected_output_tokens=201)
+    must_start = _forecast(worker).must_start(hinted, 1)
+    assert must_start is not None
+    assert must_start >= 100 - 200 * 0.01
+
+
 def test_a_lasting_slowdown_is_a_forecast_that_refuses() -> None:
     """After a thousand slow steps, requests need the time that these took. The fastest worker counts."""
     hinted = make_request(deadline=600.0, expected_output_tokens=51)

@@ -98,6 +98,16 @@ def test_tenants_that_ask_for_more_get_equal_parts() -> None:
     assert retention.levels(np.arange(16)).tolist() == [4] * 4 + [0] * 4 + [1] * 4 + [0] * 4
 
 
+def test_more_tenants_than_room_leave_the_retention_of_earlier_ones() -> None:
+    """A tenant for which there is no room for a single block does not end the retention of all others."""
+    retention = Retention(16, 0.5)
+    for block in range(9):
+        retention.retain(np.array([block]), f"t{block}", 9, 10.0)
+    retention.validate()
+
+    assert retention.levels(np.arange(9)).tolist() == [10] * 8 + [0]
+
+
 def test_the_default_share_is_half_of_the_cache() -> None:
     """Without configuration, at most half of a worker's blocks are retained."""
     requests = _Requests()

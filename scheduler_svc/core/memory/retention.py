@@ -5,7 +5,8 @@ priority. A request retains the blocks of its sequence from the front, because a
 before it. A block counts for one tenant. Hints of other tenants have no effect on it.
 
 All tenants together retain at most a part of the blocks. If they ask for more, no tenant retains more than an equal
-part while another one has less than it asks for. The retention ends first for blocks with the lowest priority, then for
+part while another one has less than it asks for. If there are more tenants than blocks, each retains at most one block,
+and later tenants wait for room. The retention ends first for blocks with the lowest priority, then for
 those of the request that ended first, from the end of its sequence. They stay in the cache, in order of last use.
 """
 
@@ -109,7 +110,7 @@ class Retention:
     def _make_room(self, tenant: str, num_wanted: int, level: int) -> tuple[int, IndexArray]:
         """End the retention of other blocks; return the room for the tenant's blocks, and those other blocks."""
         wanted = self._by_tenant + Counter({tenant: num_wanted})  # Without entries of 0.
-        part = _equal_part(list(wanted.values()), self._most)
+        part = max(1, _equal_part(list(wanted.values()), self._most))
         changed: list[IndexArray] = []
         for each, count in wanted.items():
             excess = count - part
@@ -121,7 +122,7 @@ class Retention:
                 changed.append(self._present(number, self._records[number])[-excess:])
                 self._leave(changed[-1])
                 excess -= len(changed[-1])
-        return max(0, num_wanted), np.concatenate([NO_INDICES, *changed])
+        return max(0, min(num_wanted, self._most - self.num_blocks)), np.concatenate([NO_INDICES, *changed])
 
     def _least(self, tenant: str) -> int:
         """Return the number of the tenant's record whose retention ends first if room is short; 0 if it has none."""

@@ -251,9 +251,11 @@ class Worker:
         return self.costs.decode_s(rows.num_running or 1, rows.num_table_blocks * rows.block_size)
 
     def least_service_s(self, num_uncached: int, num_outputs: float) -> float:
-        """Return a time that nearly all requests with so many uncached tokens and outputs take here."""
-        prefill = StepShape(prompt_tokens=num_uncached)
-        decode = StepShape(self.rows.num_running or 1, context=self.rows.num_table_blocks * self.rows.block_size)
+        """Return a time that nearly all requests with so many uncached tokens and outputs take here.
+
+        The running requests do not count, because they may end soon and steps with fewer rows are faster.
+        """
+        prefill, decode = StepShape(prompt_tokens=num_uncached), StepShape(1, context=num_uncached)
         num_steps = max(0.0, num_outputs - 1.0) / (1 + self.speculation.max_drafts)  # As if all drafts were accepted.
         return self.costs.least_s(prefill) + num_steps * self.costs.least_s(decode)
 
