@@ -120,12 +120,17 @@ def test_a_change_is_predicted(tmp_path: Path) -> None:
 
 
 @pytest.mark.release
-@pytest.mark.parametrize("seed", [1, 4, 6, 7])
+@pytest.mark.parametrize("seed", [2, 4, 6, 7, 9, 13])
 def test_a_run_of_the_simulator_is_reproduced(seed: int, tmp_path: Path) -> None:
-    """Throughput is within 5 % and the mean TTFT within 15 %, although the simulator's steps scatter by half."""
+    """Throughput is within 5 % and the mean TTFT within 15 %, although the simulator's steps scatter by half.
+
+    No request is refused or has a deadline: which ones are refused under overload depends on single steps.
+    """
     scenario = draw(seed, faults=False)
-    traffic = replace(scenario.traffic, credit_tokens=0, grammars=0.0, identified=0.0)
-    scenario = replace(scenario, pace=replace(scenario.pace, turn=0.0), traffic=traffic)
+    traffic = replace(scenario.traffic, credit_tokens=0, grammars=0.0, identified=0.0, deadlines=0.0)
+    traffic = replace(traffic, giants=0.0, embeds=0.0, models=0.0)
+    config = replace(scenario.config, max_queued_requests=4096, max_queued_tokens=1 << 24, tenant_limits={})
+    scenario = replace(scenario, pace=replace(scenario.pace, turn=0.0), traffic=traffic, config=config)
     result, _ = record_scenario(tmp_path, scenario, 3000)
     assert result.failure is None
 
@@ -134,6 +139,7 @@ def test_a_run_of_the_simulator_is_reproduced(seed: int, tmp_path: Path) -> None
     assert found.recorded is not None
     recorded, simulated = found.recorded, found.simulated.figures
     assert recorded.requests > 50
+    assert not simulated.others
     assert simulated.requests_per_s == pytest.approx(recorded.requests_per_s, rel=0.05)
     assert simulated.ttft.mean == pytest.approx(recorded.ttft.mean, rel=0.15)
 
