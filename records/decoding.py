@@ -15,6 +15,7 @@ from protos.quire.record.v1 import record_pb2 as pb
 from records.values import (
     AdmissionDigest,
     CopyDigest,
+    DiskJobSent,
     Entry,
     FrontendReported,
     PlanAsked,
@@ -247,6 +248,13 @@ class Decoder:
                     kind=NoteKind(message.kind),
                     text=message.text,
                     by=(peers[by[0]], by[1]) if by else None,
+                )
+            case "disk_job":
+                return DiskJobSent(
+                    worker=peers[message.worker],
+                    copy_id=message.copy_id,
+                    reads=message.reads,
+                    num_blocks=message.num_blocks,
                 )
             case "queue_note":
                 reason = WaitReason(message.reason) if message.reason else None

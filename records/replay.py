@@ -11,6 +11,7 @@ import numpy as np
 from records.reader import Segment
 from records.values import (
     AdmissionDigest,
+    DiskJobSent,
     Entry,
     FrontendReported,
     PlanAsked,
@@ -280,7 +281,7 @@ class _Run:
         outcome.entries += 1
         self._next_index = entry.index + 1
         what = entry.what
-        if isinstance(what, Note | QueueNote | FrontendReported):
+        if isinstance(what, Note | QueueNote | FrontendReported | DiskJobSent):
             return None
         if isinstance(what, RequestEnded | ef.WorkerWelcomed):
             return self._effect(entry, what, outcome)

@@ -111,7 +111,18 @@ class FrontendReported:
     report: bytes
 
 
-What = ev.Event | PlanAsked | ef.RequestEnded | ef.WorkerWelcomed | Note | QueueNote | FrontendReported
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskJobSent:
+    """The core ordered a job for a worker's disk."""
+
+    worker: Peer
+    copy_id: int
+    reads: bool
+    """Whether blocks are read from disk. Otherwise they are written."""
+    num_blocks: int
+
+
+What = ev.Event | PlanAsked | ef.RequestEnded | ef.WorkerWelcomed | DiskJobSent | Note | QueueNote | FrontendReported
 
 
 @dataclass(slots=True)

@@ -13,6 +13,13 @@ from dataclasses import dataclass
 
 from shared.config import ConfigError
 
+DISK_HEADER_BYTES = 128
+"""Bytes before the content of a block's file on disk."""
+MAX_DISK_BLOCKS = 1 << 20
+"""Maximum number of blocks on a worker's disk. It bounds the memory of the tables."""
+_PAGE_BYTES = 4096
+"""Files on a usual file system have a multiple of this size."""
+
 
 @dataclass(frozen=True, slots=True)
 class KVType:
@@ -80,6 +87,12 @@ def default_checkpoints(rows: int, state_bytes: int, memory: int, *, has_kv: boo
     left = memory - rows * state_bytes
     share = min(memory // 4, left // 2) if has_kv else left
     return max(0, min(2 * rows, share // state_bytes))
+
+
+def count_disk_blocks(disk_bytes: int, bytes_per_block: int) -> int:
+    """Return the number of blocks that fit on a disk, each in a file of its own."""
+    file_bytes = -(-(DISK_HEADER_BYTES + bytes_per_block) // _PAGE_BYTES) * _PAGE_BYTES
+    return min(disk_bytes // file_bytes, MAX_DISK_BLOCKS)
 
 
 def count_blocks(memory: int, bytes_per_block: int, most_usable: int, setting: str) -> int:

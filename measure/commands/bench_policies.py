@@ -18,6 +18,7 @@ from quire_server.cli._parser import Namespace, OneLineParser
 
 if TYPE_CHECKING:
     from measure.policies.campaign import Campaign
+    from measure.policies.costs import Costs
 
 EXAMPLES = """
   quire bench policies --workload mooncake --trace conversation_trace.jsonl --share 0.4,0.5 --json policies.json
@@ -53,6 +54,13 @@ def configure(parser: OneLineParser) -> None:
     add("--costs", default="8b-h100", metavar="NAME|FILE", help="step costs: 8b-h100, 70b-4xh100 or a JSON file")
     add("--kv-tokens", type=int, metavar="N", help="tokens of the KV cache (default: those of --costs; agents 131072)")
     add("--host-tokens", type=int, default=0, metavar="N", help="tokens in host memory (default: 0)")
+    add("--disk-tokens", type=int, default=0, metavar="N", help="tokens on disk, with --host-tokens (default: 0)")
+    add(
+        "--disk-bandwidth",
+        type=float,
+        metavar="GB/s",
+        help="bandwidth of the disk (default: that of --costs; presets 3)",
+    )
     add("--seed", type=int, default=1, metavar="N", help="first seed (default: 1)")
     add("--seeds", type=int, default=1, metavar="N", help="number of seeds (default: 1)")
     add("--vllm-python", type=Path, metavar="PATH", help="Python with vLLM (default: that of make arena-vllm)")
@@ -105,6 +113,7 @@ def _campaign(options: Namespace) -> "Campaign":
     costs = dataclasses.replace(
         costs, kv_tokens=kv_tokens or costs.kv_tokens, host_tokens=options.host_tokens or costs.host_tokens
     )
+    costs = _with_disk(costs, options)
     setup = Setup(
         costs=costs,
         num_workers=options.workers,
@@ -131,6 +140,28 @@ def _campaign(options: Namespace) -> "Campaign":
         recorded=trace_of(options.workload, options.trace, options.seconds) if is_traced else (),
         sessions=options.sessions,
     )
+
+
+def _with_disk(costs: "Costs", options: Namespace) -> "Costs":
+    """Return the costs with the disk of the flags."""
+    import dataclasses
+
+    if options.disk_tokens < 0:
+        raise CommandError(f"--disk-tokens: {options.disk_tokens} is negative; use 0 or more")
+    bandwidth = options.disk_bandwidth
+    if bandwidth is not None:
+        if not 0 < bandwidth < float("inf"):
+            raise CommandError(f"--disk-bandwidth: {bandwidth:g} is not valid; use a number above 0")
+        if not costs.kv_token_bytes:
+            raise CommandError("--disk-bandwidth: the bytes of a token are not known; add kv_token_bytes to --costs")
+        block_bytes = costs.block_size * costs.kv_token_bytes
+        costs = dataclasses.replace(costs, disk_block_s=block_bytes / (bandwidth * 1e9))
+    costs = dataclasses.replace(costs, disk_tokens=options.disk_tokens or costs.disk_tokens)
+    if costs.disk_tokens and not costs.host_tokens:
+        raise CommandError("--disk-tokens: blocks pass through host memory; add --host-tokens")
+    if costs.disk_tokens and not costs.disk_block_s:
+        raise CommandError("--disk-tokens: the time of the disk is not known; add disk_block_s to --costs")
+    return costs
 
 
 def _numbers(flag: str, text: str) -> list[float]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from records.replay import ReplayError
+from records.whatif.disk import ASSUMED_LATENCY_S
 from records.whatif.saved import Service, from_json
 from records.whatif.step_times import StepTimesError
 from shared.config import ConfigError
@@ -57,6 +58,14 @@ class Costs:
     """Tokens that the KV cache holds."""
     host_tokens: int = 0
     """Tokens whose KV fits into host memory."""
+    disk_tokens: int = 0
+    """Tokens whose KV fits on disk."""
+    disk_block_s: float = 0.0
+    """Time per block that is read from or written to disk."""
+    disk_latency_s: float = 100e-6
+    """Time from a disk job's order to its start and from its end to its report."""
+    kv_token_bytes: int = 0
+    """Bytes of KV per token; 0 if not known. It is needed to state the bandwidth of a disk."""
     max_model_len: int = 131_072
     block_size: int = 16
     max_num_seqs: int = 256
@@ -68,6 +77,11 @@ class Costs:
     def num_host_blocks(self) -> int:
         """Blocks in host memory."""
         return self.host_tokens // self.block_size
+
+    @property
+    def num_disk_blocks(self) -> int:
+        """Blocks on disk."""
+        return self.disk_tokens // self.block_size
 
     @property
     def num_blocks(self) -> int:
@@ -111,6 +125,8 @@ PRESETS = {
             context_s=131_072 / 3e12,
             block_copy_s=16 * 131_072 / 25e9,
             copies_overlap=True,
+            disk_block_s=16 * 131_072 / 3e9,
+            kv_token_bytes=131_072,
             kv_tokens=409_600,
         ),
         # Roughly a 70B model in bf16 on four H100: 327,680 bytes of KV per token. 148 GB remain after the weights.
@@ -122,12 +138,15 @@ PRESETS = {
             context_s=27e-9,
             block_copy_s=16 * 327_680 / 100e9,
             copies_overlap=True,
+            disk_block_s=16 * 327_680 / 3e9,
+            kv_token_bytes=327_680,
             kv_tokens=450_560,
         ),
     )
 }
 """Devices by name."""
 DEFAULT = "8b-h100"
+_MAY_BE_ZERO = ("host_tokens", "disk_tokens", "kv_token_bytes")
 
 
 def read_costs(name: str) -> Costs:
@@ -165,7 +184,7 @@ def read_costs(name: str) -> Costs:
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
         if key != "name" and not is_number:
             raise ConfigError(f"--costs: {name}: {key} is {value!r}; use a number of at least 0")
-        if types[key] is int and value < 1 and key != "host_tokens":
+        if types[key] is int and value < 1 and key not in _MAY_BE_ZERO:
             raise ConfigError(f"--costs: {name}: {key} is {value!r}; use a whole number of at least 1")
     missing = [each.name for each in dataclasses.fields(Costs) if each.default is dataclasses.MISSING]
     if absent := [key for key in missing if key not in fields]:
@@ -188,6 +207,9 @@ def of_service(name: str, service: Service) -> Costs:
         prefill_context_s=times.prefill_context_s,
         block_copy_s=times.block_copy_s + times.block_overlap_s,
         copies_overlap=times.block_overlap_s > times.block_copy_s,
+        disk_block_s=0.0 if times.disk is None else times.disk.read_s,
+        disk_latency_s=ASSUMED_LATENCY_S if times.disk is None else times.disk.latency_s,
+        kv_token_bytes=worker.block_bytes // worker.block_size,
         kv_tokens=worker.num_blocks * worker.block_size,
         max_model_len=worker.model.max_model_len,
         block_size=worker.block_size,

@@ -3,6 +3,7 @@
 Step contents are derived from plans as a worker does. Prompt block keys are computed as a front end does.
 """
 
+import heapq
 import time
 from collections.abc import Callable, Sequence
 
@@ -12,12 +13,13 @@ from measure.policies.costs import Costs, Work
 from measure.policies.engine import Ended, Engine, News, Step
 from measure.policies.jobs import Job, first_token
 from quire import __version__
+from records.whatif.disk import DiskTimes, SimulatedDisk
 from records.whatif.rows import Admitted, Rows, Shape
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.core.interface.plan import Plan
-from scheduler_svc.core.interface.records import EndReason
+from scheduler_svc.core.interface.records import EndReason, Peer
 from scheduler_svc.core.lifecycle.statistics import ForecastStats
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.worker.hub import PING_INTERVAL_S
@@ -51,6 +53,13 @@ class QuireEngine(Engine):
         self._peers = {b"worker/%d" % number: number for number in range(num_workers)}
         self._names = list(self._peers)
         self._rows: list[Rows] = []
+        disk_times = DiskTimes(read_s=costs.disk_block_s, write_s=costs.disk_block_s, latency_s=costs.disk_latency_s)
+        self._disks = [SimulatedDisk(disk_times) for _ in self._names]
+        self._disk_events: list[tuple[float, int, ev.DiskReported, bool]] = []
+        """Queue of the ends of disk jobs and, later by the latency, of their reports: the time, a number, the report,
+        and whether it arrives.
+        """
+        self._num_disk_events = 0
         self._news = News()
         self._answers: dict[int, ev.StepDone] = {}
         self._num_steps = 0
@@ -75,6 +84,7 @@ class QuireEngine(Engine):
                 block_size=costs.block_size,
                 num_blocks=costs.num_blocks,
                 num_host_blocks=costs.num_host_blocks,
+                num_disk_blocks=costs.num_disk_blocks,
                 max_rows=costs.max_num_seqs,
                 max_tokens_per_step=max(costs.max_num_batched_tokens, config.max_num_batched_tokens),
             )
@@ -104,6 +114,8 @@ class QuireEngine(Engine):
         )
 
     def due(self, now: float) -> Sequence[int]:
+        while self._disk_events and self._disk_events[0][0] <= now:
+            self._disk_event(*heapq.heappop(self._disk_events))
         if now >= self._ticked_at + PING_INTERVAL_S and not self._core.is_idle:
             self._ticked_at = now
             self._handle(ev.TimePassed(), now)
@@ -114,11 +126,12 @@ class QuireEngine(Engine):
         return [self._peers[peer] for peer in peers]
 
     def next_due(self, now: float) -> float | None:
-        if self._core.is_idle:
-            return None
-        tick = max(now, self._ticked_at + PING_INTERVAL_S)
-        due = self._core.next_plan_due(self._planned_at + _START_S)
-        return tick if due is None else min(tick, due - _START_S)
+        times = [self._disk_events[0][0]] if self._disk_events else []
+        if not self._core.is_idle:
+            times.append(max(now, self._ticked_at + PING_INTERVAL_S))
+            due = self._core.next_plan_due(self._planned_at + _START_S)
+            times += [] if due is None else [due - _START_S]
+        return min(times, default=None)
 
     def next_step(self, worker: int, now: float) -> Step | None:
         began = self._cpu_clock()
@@ -126,7 +139,7 @@ class QuireEngine(Engine):
         if plan is not None:
             self._core.tidy()
         self.cpu_s += self._cpu_clock() - began
-        self._receive(effects)
+        self._receive(effects, now)
         return None if plan is None else self._step(worker, plan)
 
     def complete(self, step: Step, now: float, idle_s: float) -> None:
@@ -145,9 +158,9 @@ class QuireEngine(Engine):
         began = self._cpu_clock()
         effects = self._core.handle(event, now + _START_S)
         self.cpu_s += self._cpu_clock() - began
-        self._receive(effects)
+        self._receive(effects, now)
 
-    def _receive(self, effects: Sequence[ef.Effect]) -> None:
+    def _receive(self, effects: Sequence[ef.Effect], now: float) -> None:
         for effect in effects:
             match effect:
                 case ef.TokensReady():
@@ -163,8 +176,33 @@ class QuireEngine(Engine):
                             refusal="" if is_served else f"{effect.reason.value}: {effect.message}",
                         )
                     )
+                case ef.WorkerWelcomed():
+                    self._handle(ev.DiskReported(worker=effect.worker, epoch=effect.epoch, is_complete=True), now)
+                case ef.DiskJobWanted():
+                    self._disks[self._peers[effect.worker]].order(effect.job)
+                    self._start_disk(effect.worker, effect.epoch, now)
                 case ef.WorkerRefused() | ef.WorkerUnknown():
                     raise AssertionError(f"the core declared a worker lost: {effect}")
+
+    def _start_disk(self, worker: Peer, epoch: int, now: float) -> None:
+        started = self._disks[self._peers[worker]].start()
+        if started is not None:
+            job, seconds = started
+            report = ev.DiskReported(worker=worker, epoch=epoch, copy_id=job.copy_id, seconds=seconds)
+            self._push_disk_event(now + seconds, report, arrives=False)
+
+    def _push_disk_event(self, when: float, report: ev.DiskReported, *, arrives: bool) -> None:
+        self._num_disk_events += 1
+        heapq.heappush(self._disk_events, (when, self._num_disk_events, report, arrives))
+
+    def _disk_event(self, when: float, _: int, report: ev.DiskReported, arrives: bool) -> None:
+        if arrives:
+            self._handle(report, when)
+            return
+        disk = self._disks[self._peers[report.worker]]
+        disk.ended()
+        self._push_disk_event(when + disk.latency_s, report, arrives=True)
+        self._start_disk(report.worker, report.epoch, when)
 
     def _step(self, worker: int, plan: Plan) -> Step:
         """Return the step that a worker computes for a plan."""

@@ -22,6 +22,7 @@ from records.whatif.simulate import simulate
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import CoreConfig
+from scheduler_svc.core.interface.disk import DiskAction, DiskBlock, DiskJob
 from scheduler_svc.core.interface.plan import Plan
 from scheduler_svc.core.memory.token_facts import TokenFacts
 from scheduler_svc.core.scheduler import Scheduler
@@ -32,11 +33,12 @@ _CHECK_EVERY = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """Number of checked requests, plans and tokens, if no promise was broken."""
+    """Number of checked requests, plans, tokens, and blocks from disk, if no promise was broken."""
 
     requests: int
     plans: int
     tokens: int
+    read_blocks: int
 
 
 def check(arrivals: Sequence[Arrival], service: Service, *, seed: int = 0) -> Kept:
@@ -94,6 +96,49 @@ class _Follower(ModelWorker):
         return self._drafts[row.index][1] if num_drafts else 0
 
 
+class _Disk:
+    """Content of a worker's disk. A job that uses a block of another job or step is a violation."""
+
+    def __init__(self, model: ModelWorker) -> None:
+        self._model = model
+        self._files: dict[int, tuple[DiskBlock, list[int], Row | None]] = {}
+        """By slot: the block, its values and the row that computed it."""
+        self._jobs: dict[int, DiskJob] = {}
+        self.num_read = 0
+
+    def ordered(self, job: DiskJob) -> None:
+        """Check a job that begins."""
+        if job.action is DiskAction.CLEAR:
+            self._files.clear()
+            return
+        used = {block.slot for each in self._jobs.values() for block in each.blocks}
+        if not used.isdisjoint(block.slot for block in job.blocks):
+            raise ViolationError("disk.fence", f"a slot is used by two jobs: {job}")
+        for host_block in job.host_blocks:
+            if host_block in self._model.host_in_use:
+                raise ViolationError("disk.fence", f"host block {host_block} is used by two jobs")
+            self._model.check_host_unused(host_block)
+            self._model.host_in_use[host_block] = job.action is DiskAction.READ
+        self._jobs[job.copy_id] = job
+
+    def ended(self, report: ev.DiskReported) -> None:
+        """Copy the content of a job that ends."""
+        job = self._jobs.pop(report.copy_id, None)
+        if job is None:
+            return
+        for host_block, block in zip(job.host_blocks, job.blocks, strict=True):
+            del self._model.host_in_use[host_block]
+            if job.action is DiskAction.WRITE:
+                values, _ = self._model.host_content(host_block)
+                self._files[block.slot] = block, values, self._model.host_writer(host_block)
+                continue
+            found, values, writer = self._files[block.slot]
+            if found != block:
+                raise ViolationError("disk.block", f"{block} is read, but its slot contains {found}")
+            self._model.set_host_content(host_block, values, None, writer)
+            self.num_read += 1
+
+
 class _Watched(Scheduler):
     """A core whose plans a model worker executes, and whose effects are checked."""
 
@@ -105,13 +150,17 @@ class _Watched(Scheduler):
         self._num_tokens: dict[StreamName, int] = {}
         """For each live request's name, the number of tokens that it has received."""
         self._ended: set[StreamName] = set()
+        self._disks: dict[ev.Peer, _Disk] = {}
         self._num_events = self._num_plans = self._sum_tokens = 0
 
     def handle(self, event: ev.Event, now: float) -> list[ef.Effect]:
         if isinstance(event, ev.WorkerHello):
             self._models[event.worker] = _model(event, self._limits)
+            self._disks[event.worker] = _Disk(self._models[event.worker])
+        elif isinstance(event, ev.DiskReported):
+            self._disks[event.worker].ended(event)
         elif isinstance(event, ev.WorkerLost):
-            del self._models[event.worker]
+            del self._models[event.worker], self._disks[event.worker]
         elif isinstance(event, ev.StepDone):
             self._models[event.worker].answered_step = event.step
         elif isinstance(event, ev.RequestArrived):
@@ -140,6 +189,8 @@ class _Watched(Scheduler):
                 self._models[effect.worker].welcome(effect.epoch)
             elif isinstance(effect, ef.WorkerUnknown):
                 raise ViolationError("worker.unknown", f"{effect.worker!r} was given up although it answered in time")
+            elif isinstance(effect, ef.DiskJobWanted):
+                self._disks[effect.worker].ordered(effect.job)
             elif isinstance(effect, ef.TokensReady):
                 self._check_tokens(effect)
             elif isinstance(effect, ef.RequestEnded):
@@ -177,7 +228,12 @@ class _Watched(Scheduler):
         held = sum(worker.blocks_held + worker.host_blocks_held for worker in stats.workers)
         if stats.running or stats.waiting or held:
             raise ViolationError("empty", f"{stats.running} run, {stats.waiting} wait, {held} blocks are held")
-        return Kept(requests=len(self._ended), plans=self._num_plans, tokens=self._sum_tokens)
+        return Kept(
+            requests=len(self._ended),
+            plans=self._num_plans,
+            tokens=self._sum_tokens,
+            read_blocks=sum(disk.num_read for disk in self._disks.values()),
+        )
 
 
 def _model(hello: ev.WorkerHello, config: CoreConfig) -> _Follower:
@@ -189,6 +245,7 @@ def _model(hello: ev.WorkerHello, config: CoreConfig) -> _Follower:
         max_tokens_per_step=hello.max_tokens_per_step,
         max_model_len=hello.model.max_model_len,
         num_host_blocks=hello.num_host_blocks,
+        num_disk_blocks=hello.num_disk_blocks,
         max_draft_tokens=hello.max_draft_tokens,
         state_bytes=hello.model.state_bytes,
         num_checkpoints=hello.num_checkpoints,

@@ -1,19 +1,20 @@
 """Runs `quire replay --set`: reads files, simulates, and returns a comparison."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from records.reader import read
 from records.whatif.arrivals import read_load
+from records.whatif.disk import ASSUMED_BYTES_PER_S
 from records.whatif.figures import Figures
 from records.whatif.load import Arrival, Member, most_members
 from records.whatif.page import Comparison
 from records.whatif.saved import Service, from_json, to_json
 from records.whatif.settings import Changed, change
 from records.whatif.simulate import Simulated, simulate
-from records.whatif.step_times import StepTimesError, learn
+from records.whatif.step_times import StepTimes, StepTimesError, learn
 from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.core.interface.errors import InvalidLimitsError
 from shared.config import ConfigError
@@ -48,7 +49,7 @@ def from_record(place: Path, step_times: Path | None = None) -> Case:
     recorded = read_load(read(place))
     load = recorded.load
     if step_times is None:
-        times, acceptance = learn(recorded.samples, recorded.begin), recorded.acceptance
+        times, acceptance = learn(recorded.samples, recorded.begin, recorded.disk_samples), recorded.acceptance
     else:
         other = read_service(step_times)
         times, acceptance = other.times, recorded.acceptance or other.acceptance
@@ -115,7 +116,7 @@ def compare(case: Case, settings: Sequence[str], *, workers: int | None = None, 
     except InvalidLimitsError as error:
         raise ConfigError(f"set: {error}") from None
     members = fleet(service.members, workers, changed)
-    notes = [*case.notes, *_notes_on_drafts(service, changed)]
+    notes = [*case.notes, *_notes_on_drafts(service, changed), *notes_on_disks(service.times, members)]
     is_changed = bool(settings) or workers is not None
     return Comparison(
         changes=list(settings),
@@ -144,6 +145,12 @@ def _notes_on_drafts(service: Service, changed: Changed) -> Iterator[str]:
             yield "note: simulated without drafts: the record or the step times have none"
     elif service.acceptance.positions < _FEW_POSITIONS:
         yield f"caution: the acceptance of drafts was learned from {service.acceptance.positions} positions only"
+
+
+def notes_on_disks(times: StepTimes, members: Iterable[Member]) -> Iterator[str]:
+    """Yield notes for the page about disks."""
+    if times.disk is None and any(member.hello.num_disk_blocks for member in members):
+        yield f"caution: the record has no copies from or to a disk; {ASSUMED_BYTES_PER_S / 1e9:g} GB/s are assumed"
 
 
 def fleet(recorded: Sequence[Member], workers: int | None, changed: Changed) -> list[Member]:

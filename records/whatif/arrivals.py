@@ -19,8 +19,9 @@ import numpy as np
 from records.decoding import Opening, WorkerAtStart
 from records.reader import Segment
 from records.replay import to_config
-from records.values import Entry, PlanAsked, PlanDigest
+from records.values import DiskJobSent, Entry, PlanAsked, PlanDigest
 from records.whatif.acceptance import Acceptance, History, learn
+from records.whatif.disk import DiskSample
 from records.whatif.figures import NATURAL_ENDS, Figures, Timeline
 from records.whatif.load import Arrival, Load, Member, most_members
 from records.whatif.rows import Admitted, Rows, Work
@@ -53,6 +54,8 @@ class Recorded:
     """Core time at the beginning of the load."""
     acceptance: Acceptance | None
     """Is None if no row could have drafts."""
+    disk_samples: list[DiskSample] = field(default_factory=list)
+    """Completed jobs of disks."""
     skipped_parts: int = 0
     """Number of unused parts of the record."""
 
@@ -81,6 +84,8 @@ class _Worker:
     member: Member
     rows: Rows
     in_flight: dict[int, tuple[float, Work]] = field(default_factory=dict)
+    disk_jobs: dict[int, tuple[float, DiskJobSent, bool]] = field(default_factory=dict)
+    """Disk jobs without a report, by ID, with the time of the order, and whether it had to wait for others."""
     answered: float = 0.0
 
 
@@ -124,6 +129,7 @@ class _Pass:
         self._workers: dict[Peer, _Worker] = {}
         self._members: list[Member] = []
         self._samples: list[Sample] = []
+        self._disk_samples: list[DiskSample] = []
         self._core_keys: dict[bytes, float] = {}
         """Block keys that the core computed, each with the time at which it was first computed."""
         self._handlers: dict[type, Callable[..., None]] = {
@@ -133,6 +139,8 @@ class _Pass:
             ev.StepDone: self._answered,
             ev.WorkerHello: self._hello,
             ev.WorkerLost: self._lost,
+            DiskJobSent: self._disk_job_sent,
+            ev.DiskReported: self._disk_reported,
         }
         for event, arrival in opening.live:
             self._add(event, arrival, left_out=True)
@@ -289,6 +297,19 @@ class _Pass:
                 request.drafts.note(request.num_sampled, most, num_verified, num_accepted)
             request.num_sampled += 1 + num_accepted
 
+    def _disk_job_sent(self, job: DiskJobSent) -> None:
+        worker = self._workers.get(job.worker)
+        if worker is not None:
+            worker.disk_jobs[job.copy_id] = self._now, job, bool(worker.disk_jobs)
+
+    def _disk_reported(self, report: ev.DiskReported) -> None:
+        worker = self._workers.get(report.worker)
+        sent = worker.disk_jobs.pop(report.copy_id, None) if worker is not None else None
+        if sent is not None and not report.failed:
+            at, job, waited = sent
+            total_s = self._now - at
+            self._disk_samples.append(DiskSample(job.reads, job.num_blocks, report.seconds, total_s, waited))
+
     # ---------------------------------------------------------------- the load
 
     def recorded(self) -> Recorded:
@@ -317,7 +338,7 @@ class _Pass:
         load = Load(config=self._config, arrivals=arrivals, members=members, duration=self._now - self._begin)
         figures = self._timeline.figures(most_members(members))
         acceptance = learn([each.drafts for each in self._requests])
-        return Recorded(load, figures, self._samples, self._begin, acceptance)
+        return Recorded(load, figures, self._samples, self._begin, acceptance, self._disk_samples)
 
     def _arrival(self, request: _Request, following: bytes, mean_outputs: int) -> Arrival:
         event, spec, end = request.event, request.event.spec, request.end

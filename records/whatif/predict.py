@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from quire.admin.v1 import admin_pb2 as admin
-from records.whatif.answer import fleet
+from records.whatif.answer import fleet, notes_on_disks
 from records.whatif.arrivals import Recorded, WhatIfError
 from records.whatif.figures import Figures, Latency
 from records.whatif.load import Arrival, Member
@@ -69,7 +69,7 @@ def predict(question: admin.PredictRequest, place: Path, ends_at: float) -> admi
     since_s = check_prediction(question)
     try:
         recorded, _ = read_recent(place, since_s, ends_at)
-        times = learn(recorded.samples, recorded.begin)
+        times = learn(recorded.samples, recorded.begin, recorded.disk_samples)
         changed = change(recorded.load.config, list(question.settings))
     except (WhatIfError, StepTimesError) as error:
         raise RequestNotFoundError(f"not enough record yet: {error}") from None
@@ -116,7 +116,7 @@ def _predict(
 
         count = sum(1 for each in arrivals if not each.left_out)
         present, predicted = simulated(members, config), simulated(others, changed.config)
-        notes = _notes(recorded, count, num_asked)
+        notes = [*_notes(recorded, count, num_asked), *notes_on_disks(times, others)]
         if predicted.extrapolated_share > _FEW_EXTRAPOLATED:
             notes.append(
                 f"caution: {predicted.extrapolated_share:.0%} of the predicted steps are larger than any step of the"

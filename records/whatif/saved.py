@@ -24,6 +24,8 @@ _FACTS = (
     "max_rows",
     "max_tokens_per_step",
     "num_host_blocks",
+    "num_disk_blocks",
+    "block_bytes",
     "max_draft_tokens",
 )
 """Fields of a hello that a simulation needs, in addition to its model."""

@@ -1,8 +1,9 @@
 """Applies changed settings, given as `name=value` on the command line, to the configuration in a record.
 
 Names and values are those of the scheduler's flags. Limits that workers also have (`max_num_seqs`,
-`max_num_batched_tokens`) are changed in both, as in `quire serve`. Of the worker flags, only `speculation=off` and
-`speculative_tokens` can be set, because a record shows which drafts were accepted, but not how they were proposed.
+`max_num_batched_tokens`) are changed in both, as in `quire serve`. Of the worker flags, only `disk_cache_bytes`,
+`speculation=off` and `speculative_tokens` can be set. A record shows which drafts were accepted, but not how they were
+proposed.
 """
 
 import dataclasses
@@ -14,13 +15,16 @@ from scheduler_svc.admission_file import AdmissionSettings
 from scheduler_svc.assembly import ALL_ROWS, NO_BUDGET, to_core_config
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import CoreConfig
-from shared.config import ConfigError, SchedulerConfig, WorkerConfig
+from shared.config import ConfigError, SchedulerConfig, WorkerConfig, parse_bytes
 from shared.config_sources import parse_setting
+from shared.kv_sizes import count_disk_blocks
 
 _OF_WORKERS = {"max_num_seqs": "max_rows", "max_num_batched_tokens": "max_tokens_per_step"}
 """Settings that also limit workers, with the name of the field in a worker's hello."""
 _SPECULATION = ("speculation", "speculative_tokens")
 """Settings that only workers have."""
+_DISK = "disk_cache_bytes"
+"""Setting that only workers have: the size of the disk in bytes; 0 for none."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,9 +34,15 @@ class Changed:
     config: CoreConfig
     of_workers: dict[str, int]
     """Changed fields in the hello of every worker."""
+    disk_bytes: int | None = None
+    """Changed size of every worker's disk; None for no change."""
 
     def apply(self, hello: ev.WorkerHello) -> ev.WorkerHello:
-        """Return the hello of a worker with the changed limits."""
+        """Return the hello of a worker with the changed limits.
+
+        Raises:
+            ConfigError: the worker cannot have a disk.
+        """
         values = dict(self.of_workers)
         rows = values.get("max_rows", hello.max_rows)
         # A worker's token budget is at least its maximum number of rows.
@@ -42,7 +52,26 @@ class Changed:
             max_rows=rows,
             max_tokens_per_step=max(tokens, rows),
             max_draft_tokens=values.get("max_draft_tokens", hello.max_draft_tokens),
+            num_disk_blocks=hello.num_disk_blocks if self.disk_bytes is None else self._num_disk_blocks(hello),
         )
+
+    def _num_disk_blocks(self, hello: ev.WorkerHello) -> int:
+        assert self.disk_bytes is not None
+        if not self.disk_bytes:
+            return 0
+        if not hello.num_host_blocks or hello.model.state_bytes:
+            raise ConfigError(
+                f"set: {_DISK}: a recorded worker has no host memory for cached blocks, which pass through host memory;"
+                " use a record of workers with --host-cache"
+            )
+        if not hello.block_bytes:
+            raise ConfigError(
+                f"set: {_DISK}: the record does not contain the size of a block; record the service again"
+            )
+        num_blocks = count_disk_blocks(self.disk_bytes, hello.block_bytes)
+        if not num_blocks:
+            raise ConfigError(f"set: {_DISK}: {self.disk_bytes} is too little for one block; raise it")
+        return num_blocks
 
 
 def change(recorded: CoreConfig, settings: Sequence[str]) -> Changed:
@@ -53,6 +82,7 @@ def change(recorded: CoreConfig, settings: Sequence[str]) -> Changed:
     """
     values = to_settings(recorded)
     of_workers: dict[str, int] = {}
+    disk_bytes: int | None = None
     for each in settings:
         name, separator, text = each.partition("=")
         name = name.strip().replace("-", "_")
@@ -61,15 +91,19 @@ def change(recorded: CoreConfig, settings: Sequence[str]) -> Changed:
         if name in _SPECULATION:
             of_workers["max_draft_tokens"] = _most_drafts(name, text.strip())
             continue
+        if name == _DISK:
+            disk_bytes = parse_bytes(parse_setting(WorkerConfig, name, text.strip()))
+            continue
         if name not in values:
-            raise ConfigError(f"set: {name!r} {_why_not(name)}{_hint(name, (*values, *_SPECULATION))}")
+            raise ConfigError(f"set: {name!r} {_why_not(name)}{_hint(name, (*values, *_SPECULATION, _DISK))}")
         values[name] = parse_setting(SchedulerConfig, name, text.strip())
         if name in _OF_WORKERS and values[name]:
             of_workers[_OF_WORKERS[name]] = values[name]
     admission = AdmissionSettings(
         classes=recorded.classes, tenant_limits=recorded.tenant_limits, tenant_weights=recorded.tenant_weights
     )
-    return Changed(to_core_config(dataclasses.replace(SchedulerConfig(), **values), admission), of_workers)
+    config = to_core_config(dataclasses.replace(SchedulerConfig(), **values), admission)
+    return Changed(config, of_workers, disk_bytes)
 
 
 def to_settings(config: CoreConfig) -> dict[str, Any]:

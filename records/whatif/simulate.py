@@ -7,7 +7,7 @@ the plan and the previous step's result is known.
 Workers verify drafts only if an `Acceptance` is given; see `acceptance`.
 
 Simplifications: the scheduler decides in no time, clients read every token immediately, grammars are already compiled,
-and workers begin with an empty prefix cache.
+and workers begin with an empty prefix cache and an empty disk.
 """
 
 import dataclasses
@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from records.whatif.acceptance import Acceptance, Drafting
+from records.whatif.disk import SimulatedDisk, assumed
 from records.whatif.figures import Figures, Numbers, Timeline
 from records.whatif.load import Arrival, Member, most_members
 from records.whatif.rows import Admitted, Rows, Work
@@ -99,6 +100,8 @@ class _KnownKeys(TokenFacts):
 class _Worker:
     hello: ev.WorkerHello
     rows: Rows
+    disk: SimulatedDisk | None = None
+    epoch: int = 0
     is_answered_at: float = 0.0
     """When its newest step will be answered."""
 
@@ -187,6 +190,8 @@ class _Simulation:
             ef.RequestEnded: self._ended,
             ef.WorkerRefused: self._refused,
             ef.WorkerUnknown: self._unknown,
+            ef.WorkerWelcomed: self._welcomed,
+            ef.DiskJobWanted: self._disk_job,
         }
 
     def run(self) -> Simulated:
@@ -323,9 +328,13 @@ class _Simulation:
             worker_id=f"worker-{self._num_members}",
             model=facts,
             max_draft_tokens=member.hello.max_draft_tokens if self._drafting is not None else 0,
+            num_disk_blocks=member.hello.num_disk_blocks if member.hello.num_host_blocks else 0,
             reason=ev.HelloReason.STARTED,
         )
         self._workers[peer] = _Worker(hello, Rows(hello))
+        if hello.num_disk_blocks:
+            times = self._times.disk or assumed(hello.block_bytes)
+            self._workers[peer].disk = SimulatedDisk(times)
         self._feed(hello)
         if member.lost is not None:
             self._at(max(self._now, START_S + member.lost), self._lose, peer)
@@ -341,6 +350,38 @@ class _Simulation:
         worker = self._workers.pop(effect.worker, None)
         if worker is not None:
             self._at(self._now + _JOIN_AGAIN_S, self._join, Member(hello=worker.hello))
+
+    def _welcomed(self, effect: ef.WorkerWelcomed) -> None:
+        worker = self._workers[effect.worker]
+        worker.epoch = effect.epoch
+        if worker.disk is not None:
+            self._report(ev.DiskReported(worker=effect.worker, epoch=effect.epoch, is_complete=True))
+
+    def _disk_job(self, effect: ef.DiskJobWanted) -> None:
+        worker = self._workers[effect.worker]
+        assert worker.disk is not None, "a job for a worker without a disk"
+        worker.disk.order(effect.job)
+        self._start_disk(effect.worker)
+
+    def _start_disk(self, peer: Peer) -> None:
+        worker = self._workers.get(peer)
+        if worker is None or worker.disk is None or (started := worker.disk.start()) is None:
+            return
+        job, seconds = started
+        report = ev.DiskReported(worker=peer, epoch=worker.epoch, copy_id=job.copy_id, seconds=seconds)
+        self._at(self._now + seconds, self._disk_ended, report)
+
+    def _disk_ended(self, report: ev.DiskReported) -> None:
+        worker = self._workers.get(report.worker)
+        if worker is None or worker.disk is None:
+            return
+        worker.disk.ended()
+        self._at(self._now + worker.disk.latency_s, self._report, report)
+        self._start_disk(report.worker)
+
+    def _report(self, report: ev.DiskReported) -> None:
+        if report.worker in self._workers:
+            self._feed(report)
 
     def _plan(self, peer: Peer) -> None:
         core = self._core

@@ -25,6 +25,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from records.whatif.disk import DiskSample, DiskTimes
+from records.whatif.disk import learn as learn_disk
 from records.whatif.rows import Shape
 
 Floats = npt.NDArray[np.float64]
@@ -46,7 +48,7 @@ _PACE_S = 0.5
 """Length of the interval that one pace value describes, s."""
 _PACE_STEPS = 5
 """Number of undisturbed steps added to each interval, so that a few outliers do not change its pace."""
-_VERSION = 3
+_VERSION = 4
 
 
 class Sample(NamedTuple):
@@ -119,6 +121,8 @@ class StepTimes:
     """Ratio of step times to the mean for each interval since the start of the load; 1 after the last interval."""
     largest: Shape = _NOTHING
     """Largest recorded amount of each kind of work; the model extrapolates beyond it."""
+    disk: DiskTimes | None = None
+    """None if the record has no jobs of disks."""
     fit: Fit | None = None
 
     def seconds(self, shape: Shape) -> float:
@@ -184,6 +188,7 @@ def from_json(text: str) -> StepTimes:
             for kind, spread in values["spreads"].items()
         }
         values["pace"] = tuple(values["pace"])
+        values["disk"] = None if values["disk"] is None else DiskTimes(**values["disk"])
         values["fit"] = None if values["fit"] is None else Fit(**values["fit"])
         return StepTimes(**values)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -194,12 +199,13 @@ def from_json(text: str) -> StepTimes:
         ) from None
 
 
-def learn(samples: Sequence[Sample], begin: float | None = None) -> StepTimes:
+def learn(samples: Sequence[Sample], begin: float | None = None, disk_samples: Sequence[DiskSample] = ()) -> StepTimes:
     """Learn a model.
 
     Args:
         samples: completed steps.
         begin: core time at the start of the load, from which slow periods are learned; None to learn none.
+        disk_samples: completed jobs of disks.
 
     Raises:
         StepTimesError: there are too few steps.
@@ -253,6 +259,7 @@ def learn(samples: Sequence[Sample], begin: float | None = None) -> StepTimes:
         },
         pace=pace,
         largest=Shape(*(max(each.shape[at] for each in samples) for at in range(len(Shape._fields)))),
+        disk=learn_disk(disk_samples),
         fit=Fit(
             steps=len(samples),
             median_error=float(np.median(errors)),

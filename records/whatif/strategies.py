@@ -69,7 +69,7 @@ def compare_strategies(
     since_s = check_comparison(question)
     try:
         recorded, is_whole = read_recent(place, since_s, ends_at)
-        times = dataclasses.replace(learn(recorded.samples), pace=())
+        times = dataclasses.replace(learn(recorded.samples, disk_samples=recorded.disk_samples), pace=())
         response = run_strategies(
             recorded.load,
             times,

@@ -9,6 +9,7 @@ from protos.quire.plan.v1 import plan_pb2
 from protos.quire.record.v1 import record_pb2 as pb
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.disk import DiskAction
 from scheduler_svc.core.interface.records import Line, NoteKind, Peer, QueueNote, RequestEnded, to_note
 from scheduler_svc.recorder.step_view import About, StepView
 from scheduler_svc.recorder.steps import NS, WorkerState, write_answer, write_plan
@@ -106,6 +107,8 @@ class Encoder:
                     self._workers[effect.worker].epoch = effect.epoch
                     entry = self._entry(item.now)
                     entry.welcomed.worker, entry.welcomed.epoch = self._peer(effect.worker), effect.epoch
+                elif isinstance(effect, ef.DiskJobWanted):
+                    self._disk_job(self._entry(item.now).disk_job, effect)
                 elif isinstance(effect, ef.WorkerUnknown | ef.WorkerRefused) and effect.worker in self._workers:
                     self._workers[effect.worker].is_gone = True
 
@@ -289,6 +292,11 @@ class Encoder:
                 entry.shutdown = True
             case _:
                 raise AssertionError(f"an event without a message: {event}")
+
+    def _disk_job(self, message: pb.DiskJob, effect: ef.DiskJobWanted) -> None:
+        job = effect.job
+        message.worker, message.copy_id = self._peer(effect.worker), job.copy_id
+        message.reads, message.num_blocks = job.action is DiskAction.READ, len(job.blocks)
 
     def _disk(self, message: pb.DiskReported, event: ev.DiskReported) -> None:
         message.worker, message.epoch, message.copy_id = self._peer(event.worker), event.epoch, event.copy_id

@@ -26,6 +26,7 @@ from shared.frames import (
     FrameTooLargeError,
     MalformedFrameError,
 )
+from shared.kv_sizes import MAX_DISK_BLOCKS
 from shared.prefix_keys import KEY_BYTES, root_key
 from shared.versions import UnsupportedVersionError, negotiate, spoken
 
@@ -33,7 +34,6 @@ _MAX_ROWS = 1 << 16
 _MAX_BLOCKS = 1 << 22
 _MAX_WINDOW_ENTRIES = 1 << 25
 """Limit on the entries of the table of window blocks: one per block and group, 8 bytes each."""
-_MAX_DISK_BLOCKS = 1 << 20
 _MAX_BLOCK_SIZE = 1 << 16
 _MAX_HIDDEN = 1 << 20
 _MAX_DRAFTS = 64
@@ -388,7 +388,8 @@ def _hello(peer: ev.Peer, hello: plan_pb2.Hello) -> ev.WorkerHello:
         max_rows=hello.max_rows,
         max_tokens_per_step=hello.max_tokens_per_step,
         num_host_blocks=min(hello.num_host_blocks, _MAX_BLOCKS),
-        num_disk_blocks=min(hello.num_disk_blocks, _MAX_DISK_BLOCKS),
+        num_disk_blocks=min(hello.num_disk_blocks, MAX_DISK_BLOCKS),
+        block_bytes=hello.block_bytes,
         num_checkpoints=min(hello.num_checkpoints, _MAX_BLOCKS),
         num_host_states=min(hello.num_host_states, _MAX_BLOCKS),
         max_draft_tokens=hello.max_draft_tokens,

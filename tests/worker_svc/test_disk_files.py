@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from shared.folder_lock import FolderInUseError
+from shared.kv_sizes import DISK_HEADER_BYTES as HEADER_BYTES
 from worker_svc.interface.disk import DiskAction, DiskBlock, DiskJob, DiskReport
 from worker_svc.memory import disk_files
-from worker_svc.memory.disk_files import HEADER_BYTES, BlockFiles, Refusal, RefusedFileError
+from worker_svc.memory.disk_files import BlockFiles, Refusal, RefusedFileError
 from worker_svc.memory.disk_tier import DiskTier, HostBytes
 
 BLOCK_BYTES = 96

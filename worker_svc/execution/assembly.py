@@ -10,7 +10,7 @@ from opentelemetry.trace import Tracer
 from shared.config import ConfigError, WorkerConfig, parse_bytes
 from shared.frames import MAX_STEP_TOKENS
 from shared.grammars import GrammarError, GrammarTokenizer
-from shared.kv_sizes import count_blocks, default_checkpoints
+from shared.kv_sizes import count_blocks, count_disk_blocks, default_checkpoints
 from shared.logging import get_logger
 from shared.model_path import draft_of
 from worker_svc.device.accelerator import Accelerator
@@ -19,7 +19,6 @@ from worker_svc.execution.engine import Engine
 from worker_svc.execution.profiling import run_captured_step, run_largest_step
 from worker_svc.execution.step_sizes import default_rows, default_tokens, gpu_of, largest_captured
 from worker_svc.interface.limits import Limits
-from worker_svc.memory.disk_files import MAX_SLOTS, file_bytes
 from worker_svc.memory.kv_groups import WINDOW_CHUNK, KVGroups, divide
 from worker_svc.memory.kv_pool import allocate, block_bytes, cuda_memory_for_kv
 from worker_svc.model.base import KVCache, Model
@@ -130,6 +129,7 @@ def build_engine(
         num_blocks=num_blocks,
         num_host_blocks=num_host_blocks,
         num_disk_blocks=_count_disk_blocks(config, num_host_blocks, bytes_per_block, group),
+        block_bytes=bytes_per_block,
     )
     caches = allocate(kv_shapes, num_blocks, limits.block_size, description.kv_dtype, device, setting)
     return Engine(
@@ -218,7 +218,7 @@ def _count_disk_blocks(config: WorkerConfig, num_host_blocks: int, bytes_per_blo
         )
     if group.size > 1:
         raise ConfigError("disk_cache: not supported with tensor_parallel_size above 1; remove disk_cache")
-    num_blocks = min(parse_bytes(config.disk_cache_bytes) // file_bytes(bytes_per_block), MAX_SLOTS)
+    num_blocks = count_disk_blocks(parse_bytes(config.disk_cache_bytes), bytes_per_block)
     if not num_blocks:
         raise ConfigError(f"disk_cache_bytes: {config.disk_cache_bytes} is too little for one block; raise it")
     return num_blocks

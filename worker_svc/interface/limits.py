@@ -15,6 +15,8 @@ class Limits:
     vocab_size: int
     num_host_blocks: int = 0
     num_disk_blocks: int = 0
+    block_bytes: int = 0
+    """Bytes of the KV in a block, on one rank."""
     num_kv_groups: int = 1
     window: int = 0
     """Number of tokens that a token attends to in KV groups after the first, including itself; 0 with one group."""

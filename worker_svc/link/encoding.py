@@ -54,6 +54,7 @@ def encode_hello(
         num_blocks=limits.num_blocks,
         num_host_blocks=limits.num_host_blocks,
         num_disk_blocks=limits.num_disk_blocks,
+        block_bytes=limits.block_bytes,
         num_checkpoints=limits.num_checkpoints,
         num_host_states=limits.num_host_states,
         max_rows=limits.max_rows,

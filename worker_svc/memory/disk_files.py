@@ -24,15 +24,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shared.folder_lock import FolderInUseError, lock_folder
+from shared.kv_sizes import DISK_HEADER_BYTES as HEADER_BYTES
 from shared.prefix_keys import KEY_BYTES
 from worker_svc.interface.disk import DiskBlock
 
 FORMAT = 1
-HEADER_BYTES = 128
-MAX_SLOTS = 1 << 20
-"""Maximum number of files. It bounds the memory of the tables."""
 _MAX_FOLDERS = 64
-_PAGE = 4096
 _MAGIC = b"QuireKV\0"
 _HEADER = struct.Struct(f"<8sIIQ{KEY_BYTES}s{KEY_BYTES}s{KEY_BYTES}sI")
 """Magic, format, whether the block is a first one, bytes of the block, identity, root, key, their checksum. The
@@ -40,11 +37,6 @@ checksum of the header follows.
 """
 _CHECKSUM = struct.Struct("<I")
 _NAME = re.compile(r"([0-9a-f]{8})\.(kv|tmp)")
-
-
-def file_bytes(block_bytes: int) -> int:
-    """Return the bytes of a file on a usual file system."""
-    return -(-(HEADER_BYTES + block_bytes) // _PAGE) * _PAGE
 
 
 class Refusal(enum.StrEnum):
@@ -81,7 +73,7 @@ class BlockFiles:
 
         Args:
             folder: the configured folder; created if it does not exist.
-            num_slots: number of files, at most `MAX_SLOTS`.
+            num_slots: number of files, at most `shared.kv_sizes.MAX_DISK_BLOCKS`.
             block_bytes: bytes of a block.
             identity: hash of the model and of the layout of its blocks, `KEY_BYTES` long.
 

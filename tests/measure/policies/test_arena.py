@@ -69,6 +69,50 @@ def test_the_times_of_a_lone_job_are_those_of_its_steps() -> None:
     assert served.ended == served.tokens[-1]
 
 
+_FAST_DISK = replace(PRESETS["8b-h100"], kv_tokens=2048, host_tokens=1024, disk_tokens=16_384, disk_block_s=20e-6)
+
+
+def test_a_disk_brings_prefixes_back_that_left_host_memory() -> None:
+    """Six prompts of 1,024 tokens do not fit into 3,072 tokens. Most are found on disk later, unless it is slow."""
+    jobs = [_job(2.0 * number, 1024, 2, number % 6) for number in range(12)]
+    cached = {}
+    for name, costs in (
+        ("none", replace(_FAST_DISK, disk_tokens=0)),
+        ("fast", _FAST_DISK),
+        ("slow", replace(_FAST_DISK, disk_block_s=1e-3)),
+    ):
+        served = _serve(jobs, _setup(costs=costs))
+        cached[name] = sum(each.cached for each in served[6:])
+
+    assert cached["none"] < 1024
+    assert cached["fast"] > 3 * 1024
+    assert cached["slow"] < 2048
+
+
+def test_a_run_with_a_disk_is_reproducible() -> None:
+    """The jobs of the disk depend on nothing but the load."""
+    jobs = [_job(0.3 * number, 1024, 8, number % 6) for number in range(18)]
+
+    first, second = (_serve(jobs, _setup(costs=_FAST_DISK)) for _ in range(2))
+
+    assert [each.tokens for each in first] == [each.tokens for each in second]
+    assert sum(each.cached for each in first) > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--disk-tokens=1024"], "add --host-tokens"),
+        (["--disk-tokens=-1"], "use 0 or more"),
+        (["--host-tokens=1024", "--disk-tokens=1024", "--disk-bandwidth=0"], "use a number above 0"),
+    ],
+)
+def test_disks_that_cannot_be_are_refused(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "policies", "--workload=agents", *flags]) != 0
+
+    assert message in capsys.readouterr().err
+
+
 def test_a_job_that_arrives_during_a_step_joins_the_next_one() -> None:
     """With one step in flight the second prompt shares a step with the first job's second token."""
     first, second = _serve([_job(0.0, 32, 3), _job(1.0, 16, 1, 1)], _setup(costs=_SLOW))

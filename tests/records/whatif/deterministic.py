@@ -2,10 +2,13 @@
 
 Workers may speculate. Part of each text repeats itself. There, a worker proposes as many drafts as permitted, and they
 are accepted up to the end of that part. Elsewhere it has no drafts, or a wrong one.
+
+Workers may have host memory and a disk, whose jobs run one after the other.
 """
 
 import random
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +16,7 @@ import numpy as np
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import CoreConfig
+from scheduler_svc.core.interface.disk import DiskAction
 from scheduler_svc.core.interface.plan import Plan
 from shared.columns import to_column
 from shared.prefix_keys import following_keys, root_key
@@ -26,6 +30,9 @@ _MODEL = ev.ModelFacts(
 _BLOCK_SIZE = 4
 _STEP_S, _DECODE_S, _PREFILL_S, _LINK_S = 0.004, 0.0003, 0.0001, 0.0005
 _DRAFTING_S, _DRAFT_S = 0.0002, 0.0001
+_COPY_S = 0.0001
+"""Per block that is copied between device and host."""
+_DISK_READ_S, _DISK_WRITE_S, _DISK_LATENCY_S = 0.0002, 0.0003, 0.0004
 _REPEATED_SHARE = 0.6
 _PART = 12
 """Number of tokens in a repeating or non-repeating part of a text."""
@@ -33,11 +40,27 @@ _STOP = 7
 _TICK_S = 0.05
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Memory of a worker, in blocks of four tokens."""
+
+    num_blocks: int = 400
+    num_host_blocks: int = 0
+    num_disk_blocks: int = 0
+    block_bytes: int = 4096
+    """Bytes per block, for the size of the disk."""
+
+
+_MEMORY = Memory()
+
+
 class _Worker:
     """A worker with an inbox: it computes one plan after the other."""
 
     def __init__(self, peer: bytes) -> None:
         self.peer = peer
+        self.held: set[int] = set()
+        self.disk_free_at = 0.0
         self.inbox: deque[tuple[float, Plan]] = deque()
         self.left: dict[int, int] = {}
         self.generated: dict[int, int] = {}
@@ -58,6 +81,7 @@ class _Worker:
         for row in plan.leaves.tolist():
             del self.left[row]
         for each in plan.admissions:
+            self.held.discard(each.row)
             self.left[each.row] = len(each.token_ids) - each.num_computed_tokens
             self.generated[each.row] = len(each.token_ids) - each.spec.num_prompt_tokens
             self.outputs[each.row] = outputs[each.stream]
@@ -67,10 +91,14 @@ class _Worker:
             self.num_blocks[row] += 1
         for row, limit in zip(plan.draft_rows.tolist(), plan.draft_limits.tolist(), strict=True):
             self.draft_limits[row] = limit
-        samples = [row for row, left in self.left.items() if not left]
+        self.held |= set(plan.holds.tolist())
+        self.held -= set(plan.releases.tolist())
+        samples = [row for row, left in self.left.items() if not left and row not in self.held]
         drafts = {row: self._drafts(row) for row in samples}
         num_drafts = sum(verified for verified, _ in drafts.values())
-        seconds = _STEP_S + _DECODE_S * len(samples) + _PREFILL_S * int(plan.chunk_lengths.sum())
+        copies = (*plan.swap_outs, *plan.swap_ins)
+        copied = sum(len(copy.sources) for copy in copies)
+        seconds = _STEP_S + _DECODE_S * len(samples) + _PREFILL_S * int(plan.chunk_lengths.sum()) + _COPY_S * copied
         if num_drafts:
             seconds += _DRAFTING_S + _DRAFT_S * num_drafts
         for row, length in zip(plan.chunk_rows.tolist(), plan.chunk_lengths.tolist(), strict=True):
@@ -94,8 +122,20 @@ class _Worker:
             draft_counts=(
                 np.array([drafts.get(row, (0, 0))[0] for row in sorted(samples)], np.int32) if num_drafts else None
             ),
+            completed_copies=[copy.copy_id for copy in copies],
+            copied_blocks=copied,
+            copy_s=_COPY_S * copied,
+            copy_delay_s=_COPY_S * copied,
         )
         return self.free_at + _LINK_S / 2, answer
+
+    def disk_job(self, wanted: ef.DiskJobWanted, now: float) -> tuple[float, ev.DiskReported]:
+        """Execute a disk job after the earlier ones; return the arrival time of its report, and the report."""
+        job = wanted.job
+        seconds = len(job.blocks) * (_DISK_READ_S if job.action is DiskAction.READ else _DISK_WRITE_S)
+        self.disk_free_at = max(self.disk_free_at, now) + seconds
+        report = ev.DiskReported(worker=self.peer, epoch=wanted.epoch, copy_id=job.copy_id, seconds=seconds)
+        return self.disk_free_at + _DISK_LATENCY_S, report
 
     def _drafts(self, row: int) -> tuple[int, int]:
         """Return how many drafts a row verifies, and how many of them are accepted."""
@@ -124,6 +164,8 @@ def record_run(
     seed: int = 3,
     max_drafts: int = 0,
     rate: float = 30.0,
+    memory: Memory = _MEMORY,
+    num_families: int = 3,
 ) -> None:
     """Record a run until every request has ended.
 
@@ -135,21 +177,27 @@ def record_run(
         seed: seed of the requests.
         max_drafts: most drafts per row and step; 0: workers do not speculate.
         rate: requests per second; one worker can serve about 30.
+        memory: memory of each worker.
+        num_families: number of beginnings of 24 tokens that half of the requests share.
     """
     rng = random.Random(seed)
     recording = Recording(folder)
     core = recording.make_core(config, 1 << 40)
-    arrivals, outputs = _arrivals(rng, num_requests, rate)
+    arrivals, outputs = _arrivals(rng, num_requests, rate, num_families)
     workers = [_Worker(b"w/%d" % number) for number in range(num_workers)]
-    answers: list[tuple[float, ev.StepDone]] = []
+    answers: list[tuple[float, ev.StepDone | ev.DiskReported]] = []
     now, tick, num_ended = 1.0, 1.0, 0
     core.handle(ev.FrontendJoined(frontend=_FRONTEND), now)
     for number, worker in enumerate(workers):
         hello = ev.WorkerHello(
-            worker=worker.peer, worker_id=f"w{number}", model=_MODEL, block_size=_BLOCK_SIZE, num_blocks=400,
-            max_rows=8, max_tokens_per_step=64, max_draft_tokens=max_drafts,
+            worker=worker.peer, worker_id=f"w{number}", model=_MODEL, block_size=_BLOCK_SIZE, max_rows=8,
+            max_tokens_per_step=64, max_draft_tokens=max_drafts, num_blocks=memory.num_blocks,
+            num_host_blocks=memory.num_host_blocks, num_disk_blocks=memory.num_disk_blocks,
+            block_bytes=memory.block_bytes,
         )  # fmt: skip
-        core.handle(hello, now)
+        for effect in core.handle(hello, now):
+            if memory.num_disk_blocks and isinstance(effect, ef.WorkerWelcomed):
+                core.handle(ev.DiskReported(worker=worker.peer, epoch=effect.epoch, is_complete=True), now)
     while num_ended < num_requests:
         for worker in workers:
             # A plan may arrive while an earlier one is being computed.
@@ -174,15 +222,18 @@ def record_run(
                 if plan is None:
                     break
                 next(each for each in workers if each.peer == peer).inbox.append((now, plan))
+        for effect in effects:
+            if isinstance(effect, ef.DiskJobWanted):
+                answers.append(next(each for each in workers if each.peer == effect.worker).disk_job(effect, now))
         num_ended += sum(isinstance(effect, ef.RequestEnded) for effect in effects)
     recording.finish()
 
 
 def _arrivals(
-    rng: random.Random, number: int, rate: float
+    rng: random.Random, number: int, rate: float, num_families: int
 ) -> tuple[deque[tuple[float, ev.RequestArrived]], dict[int, int]]:
     """Return the requests with their times, and how many tokens each generates."""
-    families = [[rng.randrange(10, 1000) for _ in range(24)] for _ in range(3)]
+    families = [[rng.randrange(10, 1000) for _ in range(24)] for _ in range(num_families)]
     time = 2.0
     found: deque[tuple[float, ev.RequestArrived]] = deque()
     outputs: dict[int, int] = {}

@@ -11,7 +11,7 @@ from records.rules.replayed import check
 from records.whatif.answer import from_record
 from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.core.workers import plan_timing
-from tests.records.whatif.deterministic import record_run
+from tests.records.whatif.deterministic import Memory, record_run
 from tests.scheduler_svc import recording
 
 LITTLE_MEMORY = CoreConfig(max_num_seqs=8, max_num_batched_tokens=64, max_tokens_in_paged_kv_cache=400, policy="sjf")
@@ -48,6 +48,19 @@ def test_the_promises_hold_with_drafts(tmp_path: Path) -> None:
     kept = check(case.arrivals, case.service)
 
     assert kept.tokens == sum(arrival.num_outputs for arrival in case.arrivals)
+
+
+def test_the_promises_hold_with_a_disk(tmp_path: Path) -> None:
+    """Blocks that were read from disk have the content of their tokens, and no step uses the blocks of a job."""
+    memory = Memory(num_blocks=120, num_host_blocks=100, num_disk_blocks=4000)
+    config = CoreConfig(max_num_seqs=8, max_num_batched_tokens=64)
+    record_run(tmp_path, config, num_workers=1, num_requests=120, num_families=40, rate=20.0, memory=memory)
+    case = from_record(tmp_path)
+
+    kept = check(case.arrivals, case.service)
+
+    assert kept.tokens == sum(arrival.num_outputs for arrival in case.arrivals)
+    assert kept.read_blocks > 50
 
 
 @pytest.mark.parametrize(

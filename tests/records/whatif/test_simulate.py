@@ -6,11 +6,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from checks.sim.scenario import draw
 from records.reader import read
+from records.replay import replay
 from records.whatif.answer import Case, compare, from_record, read_service, save
 from records.whatif.arrivals import WhatIfError, read_load
 from records.whatif.figures import Figures
@@ -27,9 +29,10 @@ from scheduler_svc.core.scheduler import Scheduler
 from shared.config import ConfigError
 from shared.prefix_keys import KEY_BYTES
 from shared.request_spec import Pooling, RequestSpec
-from tests.records.whatif.deterministic import record_run
+from tests.records.whatif.deterministic import Memory, record_run
 from tests.scheduler_svc.recording import record_scenario
 
+DRAFTING = CoreConfig(max_num_seqs=8, max_num_batched_tokens=64)
 TIMES = StepTimes(
     constant_s=0.01, decode_s=0.0001, prefill_s=0.0001, context_s=0.0, prefill_context_s=0.0, block_copy_s=0.001,
     link_s=0.001, largest=Shape(1000, 10_000, 0, 0),
@@ -119,6 +122,72 @@ def test_a_change_is_predicted(tmp_path: Path) -> None:
     assert predicted.ttft.mean == pytest.approx(measured.ttft.mean, rel=0.10)
 
 
+_SMALL = Memory(num_blocks=120, num_host_blocks=100)
+"""Device and host memory that hold a part of the beginnings of prompts."""
+_WITH_DISK = replace(_SMALL, num_disk_blocks=4000)
+_BEGINNINGS: dict[str, Any] = {"num_workers": 1, "num_requests": 160, "num_families": 60, "rate": 20.0}
+
+
+def test_a_record_with_a_disk_is_replayed_and_reproduced(tmp_path: Path) -> None:
+    """The replay makes equal plans. In the simulation, as many tokens are found in the cache, within 3 points."""
+    record_run(tmp_path, DRAFTING, memory=_WITH_DISK, **_BEGINNINGS)
+    load = read_load(read(tmp_path))
+
+    replayed, found = replay(read(tmp_path)), compare(from_record(tmp_path), [])
+
+    assert replayed.difference is None
+    assert sum(each.num_blocks for each in load.disk_samples if each.reads) > 100
+    assert found.simulated.figures.prefix_hit_rate == pytest.approx(load.figures.prefix_hit_rate, abs=0.03)
+    assert found.simulated.figures.ttft.mean == pytest.approx(load.figures.ttft.mean, rel=0.10)
+    assert found.simulated.figures.requests_per_s == pytest.approx(load.figures.requests_per_s, rel=0.05)
+
+
+def test_the_times_of_a_disk_are_learned(tmp_path: Path) -> None:
+    """The times per block and the latency are those of the recorded disk."""
+    record_run(tmp_path, DRAFTING, memory=_WITH_DISK, **_BEGINNINGS)
+
+    times = from_record(tmp_path).service.times.disk
+
+    assert times is not None
+    assert times.read_s == pytest.approx(0.0002)
+    assert times.write_s == pytest.approx(0.0003)
+    assert times.latency_s == pytest.approx(0.0004)
+
+
+def test_a_disk_is_predicted(tmp_path: Path) -> None:
+    """From a record without disk, the hits with a disk of a certain size are predicted, and the reverse."""
+    (tmp_path / "without").mkdir()
+    (tmp_path / "with").mkdir()
+    record_run(tmp_path / "without", DRAFTING, memory=_SMALL, **_BEGINNINGS)
+    record_run(tmp_path / "with", DRAFTING, memory=_WITH_DISK, **_BEGINNINGS)
+    without, with_disk = (read_load(read(tmp_path / name)).figures for name in ("without", "with"))
+    assert with_disk.prefix_hit_rate > without.prefix_hit_rate + 0.05
+
+    added = compare(from_record(tmp_path / "without"), ["disk_cache_bytes=32MiB"])
+    removed = compare(from_record(tmp_path / "with"), ["disk_cache_bytes=0"])
+
+    assert added.changed is not None
+    assert removed.changed is not None
+    assert added.changed.figures.prefix_hit_rate == pytest.approx(with_disk.prefix_hit_rate, abs=0.03)
+    assert removed.changed.figures.prefix_hit_rate == pytest.approx(without.prefix_hit_rate, abs=0.03)
+    assert any("3 GB/s are assumed" in note for note in added.notes)
+
+
+@pytest.mark.parametrize(
+    ("memory", "size", "message"),
+    [
+        (Memory(), "1GiB", "use a record of workers with --host-cache"),
+        (replace(_SMALL, block_bytes=0), "1GiB", "does not contain the size of a block"),
+        (_SMALL, "1KiB", "too little for one block"),
+    ],
+)
+def test_a_disk_that_the_worker_cannot_have_is_refused(memory: Memory, size: str, message: str, tmp_path: Path) -> None:
+    record_run(tmp_path, DRAFTING, num_workers=1, num_requests=20, memory=memory)
+
+    with pytest.raises(ConfigError, match=message):
+        compare(from_record(tmp_path), [f"disk_cache_bytes={size}"])
+
+
 @pytest.mark.release
 @pytest.mark.parametrize("seed", [2, 4, 6, 7, 9, 13])
 def test_a_run_of_the_simulator_is_reproduced(seed: int, tmp_path: Path) -> None:
@@ -142,9 +211,6 @@ def test_a_run_of_the_simulator_is_reproduced(seed: int, tmp_path: Path) -> None
     assert not simulated.others
     assert simulated.requests_per_s == pytest.approx(recorded.requests_per_s, rel=0.05)
     assert simulated.ttft.mean == pytest.approx(recorded.ttft.mean, rel=0.15)
-
-
-DRAFTING = CoreConfig(max_num_seqs=8, max_num_batched_tokens=64)
 
 
 @pytest.fixture(scope="module")

@@ -343,6 +343,7 @@ class Hello(_message.Message):
     NUM_HOST_STATES_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
     WINDOW_CHUNK_FIELD_NUMBER: _builtins.int
+    BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Oldest version of this protocol that the worker supports. The scheduler picks the newest common version; without
     one it refuses the worker, with the reason.
@@ -395,6 +396,8 @@ class Hello(_message.Message):
     """Window of the KV groups after the first: a token attends to so many tokens, including itself. 0: there is one group."""
     window_chunk: _builtins.int
     """Most tokens of one row in a step of a worker with windows. 0: there is one group."""
+    block_bytes: _builtins.int
+    """Bytes of the KV in a block, on one rank. Only for operators and simulations. 0: not known."""
     @_builtins.property
     def model(self) -> Global___ModelInfo:
         """The loaded model."""
@@ -428,10 +431,11 @@ class Hello(_message.Message):
         num_host_states: _builtins.int = ...,
         window: _builtins.int = ...,
         window_chunk: _builtins.int = ...,
+        block_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "device", b"device", "incarnation", b"incarnation", "max_draft_tokens", b"max_draft_tokens", "max_rows", b"max_rows", "max_tokens_per_step", b"max_tokens_per_step", "model", b"model", "newest_protocol_version", b"newest_protocol_version", "num_blocks", b"num_blocks", "num_checkpoints", b"num_checkpoints", "num_disk_blocks", b"num_disk_blocks", "num_host_blocks", b"num_host_blocks", "num_host_states", b"num_host_states", "num_kv_groups", b"num_kv_groups", "pid", b"pid", "process", b"process", "protocol_version", b"protocol_version", "reason", b"reason", "retained", b"retained", "window", b"window", "window_chunk", b"window_chunk", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_size", b"block_size", "device", b"device", "incarnation", b"incarnation", "max_draft_tokens", b"max_draft_tokens", "max_rows", b"max_rows", "max_tokens_per_step", b"max_tokens_per_step", "model", b"model", "newest_protocol_version", b"newest_protocol_version", "num_blocks", b"num_blocks", "num_checkpoints", b"num_checkpoints", "num_disk_blocks", b"num_disk_blocks", "num_host_blocks", b"num_host_blocks", "num_host_states", b"num_host_states", "num_kv_groups", b"num_kv_groups", "pid", b"pid", "process", b"process", "protocol_version", b"protocol_version", "reason", b"reason", "retained", b"retained", "window", b"window", "window_chunk", b"window_chunk", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

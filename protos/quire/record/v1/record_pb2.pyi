@@ -270,6 +270,7 @@ class Entry(_message.Message):
     WELCOMED_FIELD_NUMBER: _builtins.int
     QUEUE_NOTE_FIELD_NUMBER: _builtins.int
     DISK_FIELD_NUMBER: _builtins.int
+    DISK_JOB_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
     PARTIAL_FIELD_NUMBER: _builtins.int
     STOPPED_FIELD_NUMBER: _builtins.int
@@ -373,6 +374,10 @@ class Entry(_message.Message):
         """See step_done."""
 
     @_builtins.property
+    def disk_job(self) -> Global___DiskJob:
+        """A job for a worker's disk: an effect of the entry before."""
+
+    @_builtins.property
     def partial(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Partial matches that the core found, two values each: the block and the length; -1, 0: none."""
 
@@ -415,18 +420,19 @@ class Entry(_message.Message):
         welcomed: Global___WorkerWelcomed | None = ...,
         queue_note: Global___QueueNote | None = ...,
         disk: Global___DiskReported | None = ...,
+        disk_job: Global___DiskJob | None = ...,
         keys: _builtins.bytes = ...,
         partial: _abc.Iterable[_builtins.int] | None = ...,
         stopped: _abc.Iterable[_builtins.int] | None = ...,
         held: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_time", b"_time", "arrived", b"arrived", "cancelled", b"cancelled", "compiling", b"compiling", "credit", b"credit", "disk", b"disk", "drain", b"drain", "dropped", b"dropped", "ended", b"ended", "frontend_joined", b"frontend_joined", "frontend_lost", b"frontend_lost", "grammar", b"grammar", "hello", b"hello", "lost", b"lost", "no_plan", b"no_plan", "note", b"note", "plan", b"plan", "queue_note", b"queue_note", "report", b"report", "restored", b"restored", "resume", b"resume", "resume_asked", b"resume_asked", "shutdown", b"shutdown", "step_done", b"step_done", "stop_matched", b"stop_matched", "time", b"time", "time_passed", b"time_passed", "welcomed", b"welcomed", "what", b"what"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_time", b"_time", "arrived", b"arrived", "cancelled", b"cancelled", "compiling", b"compiling", "credit", b"credit", "disk", b"disk", "disk_job", b"disk_job", "drain", b"drain", "dropped", b"dropped", "ended", b"ended", "frontend_joined", b"frontend_joined", "frontend_lost", b"frontend_lost", "grammar", b"grammar", "hello", b"hello", "lost", b"lost", "no_plan", b"no_plan", "note", b"note", "plan", b"plan", "queue_note", b"queue_note", "report", b"report", "restored", b"restored", "resume", b"resume", "resume_asked", b"resume_asked", "shutdown", b"shutdown", "step_done", b"step_done", "stop_matched", b"stop_matched", "time", b"time", "time_passed", b"time_passed", "welcomed", b"welcomed", "what", b"what"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_time", b"_time", "arrived", b"arrived", "cancelled", b"cancelled", "compiling", b"compiling", "credit", b"credit", "delta_ns", b"delta_ns", "disk", b"disk", "drain", b"drain", "dropped", b"dropped", "ended", b"ended", "frontend_joined", b"frontend_joined", "frontend_lost", b"frontend_lost", "grammar", b"grammar", "held", b"held", "hello", b"hello", "keys", b"keys", "lost", b"lost", "no_plan", b"no_plan", "note", b"note", "partial", b"partial", "plan", b"plan", "queue_note", b"queue_note", "report", b"report", "restored", b"restored", "resume", b"resume", "resume_asked", b"resume_asked", "shutdown", b"shutdown", "step_done", b"step_done", "stop_matched", b"stop_matched", "stopped", b"stopped", "time", b"time", "time_passed", b"time_passed", "welcomed", b"welcomed", "what", b"what"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_time", b"_time", "arrived", b"arrived", "cancelled", b"cancelled", "compiling", b"compiling", "credit", b"credit", "delta_ns", b"delta_ns", "disk", b"disk", "disk_job", b"disk_job", "drain", b"drain", "dropped", b"dropped", "ended", b"ended", "frontend_joined", b"frontend_joined", "frontend_lost", b"frontend_lost", "grammar", b"grammar", "held", b"held", "hello", b"hello", "keys", b"keys", "lost", b"lost", "no_plan", b"no_plan", "note", b"note", "partial", b"partial", "plan", b"plan", "queue_note", b"queue_note", "report", b"report", "restored", b"restored", "resume", b"resume", "resume_asked", b"resume_asked", "shutdown", b"shutdown", "step_done", b"step_done", "stop_matched", b"stop_matched", "stopped", b"stopped", "time", b"time", "time_passed", b"time_passed", "welcomed", b"welcomed", "what", b"what"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__time: _TypeAlias = _typing.Literal["time"]  # noqa: Y015
     _WhichOneofArgType__time: _TypeAlias = _typing.Literal["_time", b"_time"]  # noqa: Y015
-    _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["time_passed", "no_plan", "plan", "step_done", "credit", "arrived", "cancelled", "stop_matched", "frontend_joined", "frontend_lost", "hello", "lost", "compiling", "grammar", "drain", "resume", "resume_asked", "dropped", "restored", "shutdown", "ended", "note", "report", "welcomed", "queue_note", "disk"]  # noqa: Y015
+    _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["time_passed", "no_plan", "plan", "step_done", "credit", "arrived", "cancelled", "stop_matched", "frontend_joined", "frontend_lost", "hello", "lost", "compiling", "grammar", "drain", "resume", "resume_asked", "dropped", "restored", "shutdown", "ended", "note", "report", "welcomed", "queue_note", "disk", "disk_job"]  # noqa: Y015
     _WhichOneofArgType_what: _TypeAlias = _typing.Literal["what", b"what"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__time) -> _WhichOneofReturnType__time | None: ...
@@ -1448,6 +1454,40 @@ class DiskReported(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DiskReported: _TypeAlias = DiskReported  # noqa: Y015
+
+@_typing.final
+class DiskJob(_message.Message):
+    """A job for a worker's disk."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    COPY_ID_FIELD_NUMBER: _builtins.int
+    READS_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    worker: _builtins.int
+    """Peer index of the worker."""
+    copy_id: _builtins.int
+    """The job."""
+    reads: _builtins.bool
+    """Blocks are read from disk. Otherwise they are written."""
+    num_blocks: _builtins.int
+    """Number of blocks."""
+    def __init__(
+        self,
+        *,
+        worker: _builtins.int = ...,
+        copy_id: _builtins.int = ...,
+        reads: _builtins.bool = ...,
+        num_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_id", b"copy_id", "num_blocks", b"num_blocks", "reads", b"reads", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DiskJob: _TypeAlias = DiskJob  # noqa: Y015
 
 @_typing.final
 class DrainRequested(_message.Message):
