@@ -132,7 +132,9 @@ class Serving:
     max_tokens_per_step: int = 8192
     tensor_parallel_size: int = 1
     frees_windows: bool = False
-    """Whether the worker frees KV behind windows: on a CPU, without a host cache."""
+    """Whether the worker frees KV behind windows: on a CPU, without a disk cache and a draft model."""
+    states_per_row: int = 1
+    """Recurrent states of a row: with drafts, a second one for the copy before the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -573,8 +575,10 @@ def with_states(serving: Serving, sizes: ModelSizes, memory: int, *, default_row
     """
     if not sizes.state_bytes:
         return serving
-    rows = min(serving.max_rows, memory // 2 // sizes.state_bytes) if default_rows else serving.max_rows
+    state_bytes = sizes.state_bytes * serving.states_per_row
+    rows = min(serving.max_rows, memory // 2 // state_bytes) if default_rows else serving.max_rows
     rows = max(1, rows)
+    memory -= rows * (state_bytes - sizes.state_bytes)
     checkpoints = default_checkpoints(rows, sizes.state_bytes, memory, has_kv=sizes.num_layers > 0)
     return replace(serving, max_rows=rows, num_checkpoints=checkpoints)
 
@@ -592,7 +596,7 @@ def fit(card_bytes: int, sizes: ModelSizes, serving: Serving, weights: int, step
     Raises:
         ConfigError: no block of KV fits.
     """
-    state = (serving.max_rows + serving.num_checkpoints) * sizes.state_bytes
+    state = (serving.max_rows * serving.states_per_row + serving.num_checkpoints) * sizes.state_bytes
     kv = card_bytes - weights - step - state
     block, groups = block_bytes(sizes, serving), kv_groups(sizes, serving)
     longest = serving.max_model_len or sizes.max_positions or 1 << 30

@@ -58,8 +58,8 @@ def swapped_kv_outlives_its_worker(patch: pytest.MonkeyPatch) -> None:
 def swapped_one_token_more(patch: pytest.MonkeyPatch) -> None:
     """One token more than was computed counts as swapped out."""
 
-    def more(swap_out: Any, self: Worker, row: int) -> Any:
-        request, copy = swap_out(self, row)
+    def more(swap_out: Any, self: Worker, row: int, blocks: Any) -> Any:
+        request, copy = swap_out(self, row, blocks)
         swapped: SwappedKV = request.swapped
         request.swapped = dataclasses.replace(swapped, num_tokens=swapped.num_tokens + 1)
         return request, copy

@@ -6,13 +6,21 @@ import numpy as np
 import pytest
 
 from checks.planted.bug import bug, wrap
-from checks.sim.aims import both, with_faults, with_few_words, with_little_memory, with_windows
+from checks.sim.aims import (
+    both,
+    with_faults,
+    with_few_words,
+    with_little_memory,
+    with_swaps,
+    with_windows,
+)
 from checks.sim.faults import Fault
 from scheduler_svc.core.interface.arrays import NO_INDICES, IndexArray
 from scheduler_svc.core.memory.window_blocks import WindowBlocks, _Row
 from scheduler_svc.core.workers.worker import Worker
 
 _SHARED = both(with_few_words, with_windows(7))
+_SWAPPED = both(with_swaps, with_windows(7, 3))
 
 
 @bug("window.content", "kv.exclusive", aim=with_windows(9, 3))
@@ -147,3 +155,39 @@ def grown_windows_of_another_row(patch: pytest.MonkeyPatch) -> None:
         return found[::-1] if (found >= 0).all() else found
 
     wrap(patch, WindowBlocks, "grow", reversed_rows)
+
+
+# ---------------------------------------------------------------- windows of preempted requests
+
+
+@bug("window.content", "kv.exclusive", aim=_SWAPPED)
+def swapped_without_its_window(patch: pytest.MonkeyPatch) -> None:
+    """The window blocks of a preempted request are not copied to the host."""
+
+    def full_only(blocks_to_swap: Any, self: Worker, row: int) -> Any:
+        blocks = blocks_to_swap(self, row)
+        return None if blocks is None else blocks[: -(-self.rows.num_computed(row) // self.rows.block_size)]
+
+    wrap(patch, Worker, "blocks_to_swap", full_only)
+
+
+@bug("window.content", "window.table", aim=_SWAPPED)
+def swapped_window_one_position_short(patch: pytest.MonkeyPatch) -> None:
+    """The first block of the window before a preempted request's next token is left out."""
+
+    def later(first_visible: Any, self: WindowBlocks, num_computed: int) -> int:
+        first: int = first_visible(self, num_computed)
+        return min(first + 1, (num_computed - 1) // self._block_size)
+
+    wrap(patch, WindowBlocks, "first_visible", later)
+
+
+@bug("window.content", "kv.exclusive", aim=_SWAPPED)
+def swapped_window_in_another_group(patch: pytest.MonkeyPatch) -> None:
+    """The window blocks of a preempted request are copied back to the tables of other groups."""
+
+    def mirrored(present: Any, self: WindowBlocks, *arguments: int) -> Any:
+        found = present(self, *arguments)
+        return None if found is None else found[:, ::-1]
+
+    wrap(patch, WindowBlocks, "present", mirrored)

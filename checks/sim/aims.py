@@ -192,7 +192,7 @@ def with_checkpoints(number: int) -> Aim:
 
 
 def with_windows(window: int, chunk: int = 6, *, num_groups: int = 3) -> Aim:
-    """Return an adaptation with so many KV groups, all but one with a window, and host blocks that are not used."""
+    """Return an adaptation with so many KV groups, all but one with a window, and host blocks."""
 
     def adapt(scenario: Scenario) -> Scenario:
         sizes = [
@@ -614,6 +614,17 @@ AIMS: tuple[tuple[str, Aim], ...] = (
         both(with_few_words, with_windows(7), with_faults(Fault.FAILED_ROW, Fault.SPOILT_ROW, per_step=0.02)),
     ),
     ("windows and urgent requests", both(with_little_memory, with_windows(3, 2, num_groups=2))),
+    (
+        "swapped windows",
+        both(
+            with_few_words,
+            with_swaps,
+            with_windows(7, 3),
+            with_limits(prefix_cache="hash"),
+            with_faults(Fault.CRASH, Fault.CANCEL, Fault.SPOILT_ROW, per_step=0.02),
+        ),
+    ),
+    ("swapped windows and drafts", both(with_drafts, with_swaps, with_windows(5, 1))),
     ("urgent requests", with_little_memory),
     ("few words", with_few_words),
     ("parts of blocks", both(with_few_words, with_limits(prefix_cache="radix"))),

@@ -64,6 +64,7 @@ def configure(parser: OneLineParser) -> None:
     add("--max-num-batched-tokens", type=int, default=8192, metavar="N", help="tokens per step (default: 8192)")
     add("--max-model-len", type=int, default=0, metavar="N", help="longest sequence (default: the model's positions)")
     add("--tensor-parallel-size", type=int, default=1, metavar="N", help="number of cards that share the model")
+    add("--speculation", choices=("off", "ngram", "draft"), default="off", help="drafts (default: off)")
     add("--json", type=Path, metavar="FILE", help="also write the result to this file")
 
 
@@ -106,7 +107,10 @@ def run(options: Namespace) -> int:
         max_rows=options.max_num_seqs,
         max_tokens_per_step=options.max_num_batched_tokens,
         tensor_parallel_size=options.tensor_parallel_size,
-        frees_windows=options.kv_cache_memory is not None and not parse_bytes(options.host_cache),
+        frees_windows=options.kv_cache_memory is not None
+        and options.speculation != "draft"
+        and not parse_bytes(options.disk_cache_bytes),
+        states_per_row=1 if options.speculation == "off" else 2,
     )
     if reason := unsuitable_heads(serving.kv_type, [sizes.head_dim, sizes.rotary_dim or sizes.head_dim]):
         raise CommandError(f"--kv-cache-dtype: {reason}")
@@ -133,13 +137,13 @@ def run(options: Namespace) -> int:
     bytes_per_block = block_bytes(sizes, serving)
     if sizes.state_bytes and parse_bytes(options.disk_cache_bytes):
         raise CommandError("--disk-cache-bytes: recurrent state is not copied to disk; remove it")
-    # With recurrent state, host memory has only the KV and states of preempted requests.
-    for_prefixes = 0 if sizes.state_bytes else parse_bytes(options.host_cache)
+    agent, groups = _agent(options.agents, longest), kv_groups(sizes, serving)
+    # With recurrent state or windows, host memory has only the KV and states of preempted requests.
+    for_prefixes = 0 if sizes.state_bytes or groups is not None else parse_bytes(options.host_cache)
     host_tokens = for_prefixes // max(1, bytes_per_block) * serving.block_size
     disk_tokens = parse_bytes(options.disk_cache_bytes) // max(1, bytes_per_block) * serving.block_size
     if disk_tokens and not host_tokens:
         raise CommandError("--disk-cache-bytes: blocks on disk pass through host memory; add --host-cache")
-    agent, groups = _agent(options.agents, longest), kv_groups(sizes, serving)
     sessions = None
     if agent is not None:
         with_host = memory.num_blocks + host_tokens // serving.block_size
@@ -291,13 +295,13 @@ def _page(
             f"Windows        {num_windowed} of {sizes.num_layers} layers keep the newest {groups.window:,} tokens and a"
             f" step; a block holds {groups.num_places} layers"
         )
-    elif host_tokens and kv_groups(
-        sizes, dataclasses.replace(serving, frees_windows=options.kv_cache_memory is not None)
-    ):
-        lines.append("Windows        not freed with --host-cache; all layers keep all tokens")
+    elif kv_groups(sizes, dataclasses.replace(serving, frees_windows=options.kv_cache_memory is not None)):
+        setting = "--disk-cache-bytes" if disk_tokens else "a draft model"
+        lines.append(f"Windows        not freed with {setting}; all layers keep all tokens")
     if sizes.state_bytes:
         num_rows = f"{serving.max_rows} row{'' if serving.max_rows == 1 else 's'}"
-        each = f"({num_rows} + {serving.num_checkpoints} checkpoints) x {sizes.state_bytes:,} bytes"
+        twice = " x 2" if serving.states_per_row == 2 else ""
+        each = f"({num_rows}{twice} + {serving.num_checkpoints} checkpoints) x {sizes.state_bytes:,} bytes"
         lines.append(f"State          {size_text(memory.state)} = {each}")
     if sizes.num_heads > sizes.num_kv_heads and not sizes.rotary_dim:
         factor = sizes.num_heads / sizes.num_kv_heads
@@ -327,8 +331,9 @@ def _page(
             f"Host memory of {options.host_cache} holds cached prefixes of {host_tokens:,} tokens more: together"
             f" {factor:.1f} times as many as the KV cache."
         )
-    elif sizes.state_bytes and options.host_cache != "0":
-        lines.append(f"Host memory of {options.host_cache} holds the KV and states of preempted requests only.")
+    elif (sizes.state_bytes or groups is not None) and options.host_cache != "0":
+        what = "KV and states" if sizes.state_bytes else "KV"
+        lines.append(f"Host memory of {options.host_cache} holds the {what} of preempted requests only.")
     if disk_tokens:
         lines.append(f"A disk cache of {options.disk_cache_bytes} holds cached prefixes of {disk_tokens:,} tokens.")
     shared = options.shared_prefix // serving.block_size * serving.block_size

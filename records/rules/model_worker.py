@@ -22,7 +22,7 @@ with computed tokens needs a checkpoint. With `num_host_states`, the state of a 
 After drafts were rejected, a row has no state that can be saved until its next step.
 
 With several KV groups, a row also has a table for each group with a window. In every step, the worker compares all
-slots that the row's new tokens can see through the window with the expected values.
+slots that the row's new tokens can see through the window with the expected values, which differ by group.
 
 Rows fail on demand. With `spoil`, their KV becomes invalid (NaN), and every row that reads it fails too. Without
 `spoil`, only their sampling fails. Once the scheduler knows of a failure with NaN, no row may get KV that the failed
@@ -88,6 +88,8 @@ class Row:
     windows: list[list[int]] = field(default_factory=list)
     """Blocks of each position in the KV groups with a window, from `first_window` on."""
     first_window: int = 0
+    first_own_window: int = 0
+    """First position whose window blocks the row writes, or whose KV was copied back from the host for the row."""
     window_period: int = 0
     num_window_blocks: int = 0
     """Window blocks that the row has taken."""
@@ -159,6 +161,8 @@ class ModelWorker:
     """Per block, the row that may write it."""
     _last_named: list[int] = field(default_factory=list)
     """Per block, the last step that used it; tables that still contain the block do not count as use."""
+    _swapped_in: set[int] = field(default_factory=set)
+    """Device blocks to which the plan copies host blocks."""
     _used_before: dict[int, int] = field(default_factory=dict)
     """Device blocks that the plan copies to the host: the last step before this one that used them."""
     _spoils: dict[int, Spoil] = field(default_factory=dict)
@@ -273,6 +277,7 @@ class ModelWorker:
         ins = [((copy.sources + host).tolist(), copy.targets.tolist()) for copy in plan.swap_ins]
         # The copies to the host come first, so the plan itself may already reuse their sources.
         self._used_before = {block: self._last_named[block] for sources, _ in outs for block in sources}
+        self._swapped_in = {block for _, targets in ins for block in targets}
         # Process swaps before admissions, because a row admitted in this plan may share the swapped-in blocks.
         for _, targets in outs + ins:
             self._check_unused(targets)
@@ -313,13 +318,32 @@ class ModelWorker:
         for sources, targets in ins:
             self._check_disk(sources, reads=True)
             self._copy(sources, targets)
-            # The row of a preempted request continues to write its last block.
             for row, given in admitted:
-                if row.blocks[: len(targets)] == targets and given % self.block_size:
-                    self._writer[targets[-1]] = row
+                self._own_swapped(row, given, targets)
         for admission in plan.admissions:
             self._restore(admission)
         return self._forward(plan, admitted)
+
+    def _own_swapped(self, row: Row, given: int, targets: list[int]) -> None:
+        """Let the row of a preempted request write the blocks copied back for it: its last one, and its window."""
+        num_full = -(-given // self.block_size)
+        if row.blocks[: len(targets)] == targets and given % self.block_size:
+            self._writer[targets[-1]] = row
+        elif row.windows and given and row.blocks[:num_full] == targets[:num_full]:
+            if given % self.block_size:
+                self._writer[targets[num_full - 1]] = row
+            for block in targets[num_full:]:
+                self._check_not_known_as_spoilt(row, block)
+                self._writer[block] = row
+
+    def _check_not_known_as_spoilt(self, row: Row, block: int) -> None:
+        """Check that a window block that a row gets is not known to contain NaN."""
+        writer = self._writer[block]
+        reported = None if writer is None else writer.reported_step
+        content = self._values[block * self.block_size : (block + 1) * self.block_size]
+        if _SPOILT in content and reported is not None and reported <= self.answered_step:
+            what = f"window block {block} was spoilt by a row that failed in step {reported}"
+            raise ViolationError("kv.spoilt", what, row.name)
 
     # ---------------------------------------------------------------- rows and tables
 
@@ -404,10 +428,11 @@ class ModelWorker:
             raise ViolationError("plan.admission", f"row {row.index} lacks tables for windows", row.name)
         if windows is None:
             return
-        num_given = row.num_given // self.block_size
-        if row.num_given % self.block_size or len(windows.tables) != self.num_kv_groups - 1:
-            raise ViolationError("plan.admission", f"{len(windows.tables)} tables after {row.num_given}", row.name)
         positions = windows.tables.T.tolist()
+        is_swapped = bool(positions) and row.num_given > 0 and self._swapped_in.issuperset(positions[0])
+        if (row.num_given % self.block_size and not is_swapped) or len(windows.tables) != self.num_kv_groups - 1:
+            raise ViolationError("plan.admission", f"{len(windows.tables)} tables after {row.num_given}", row.name)
+        num_given = 0 if is_swapped else row.num_given // self.block_size
         row.first_window, row.window_period = windows.first, windows.period
         end = windows.first + len(positions)
         if end > len(row.blocks) or (end < len(row.blocks) and len(positions) < windows.period):
@@ -415,7 +440,8 @@ class ModelWorker:
         while len(positions) < len(row.blocks) - windows.first:
             positions.append(positions[-windows.period])
         row.windows = positions
-        own = windows.tables[:, max(0, num_given - windows.first) :].ravel().tolist()
+        row.first_own_window = max(num_given, windows.first)
+        own = windows.tables[:, row.first_own_window - windows.first :].ravel().tolist()
         given: set[int] = set()
         for block in own:
             if block in given:
@@ -450,7 +476,7 @@ class ModelWorker:
         """Check that a row takes window blocks only with its tokens, and a bounded number."""
         num_tables = self.num_kv_groups - 1
         most = self.max_window_blocks(self.num_blocks) + 2 * num_tables * self.window
-        num_positions = len(row.blocks) - row.num_given // self.block_size
+        num_positions = len(row.blocks) - row.first_own_window
         if row.num_window_blocks > min(most, num_tables * num_positions):
             what = f"{row.num_window_blocks} window blocks for {num_positions} positions"
             raise ViolationError("window.bound", what, row.name)
@@ -466,10 +492,10 @@ class ModelWorker:
 
     def _write_windows(self, row: Row, position: int, value: int) -> None:
         number, offset = divmod(position, self.block_size)
-        for block in self._window_blocks(row, number):
+        for group, block in enumerate(self._window_blocks(row, number)):
             if self._writer[block] is not row:
                 raise ViolationError("kv.exclusive", f"a write to window block {block} of another row", row.name)
-            self._values[block * self.block_size + offset] = value
+            self._values[block * self.block_size + offset] = value if value < 0 else value + group
             self._last_named[block] = self.last_step
             if value == _SPOILT and row.spoil is not None:
                 self._spoils[block] = row.spoil
@@ -480,10 +506,10 @@ class ModelWorker:
             return
         for position in range(max(0, start - self.window + 1), row.computed):
             number, offset = divmod(position, self.block_size)
-            for block in self._window_blocks(row, number):
+            for group, block in enumerate(self._window_blocks(row, number)):
                 self._last_named[block] = self.last_step
                 found = self._values[block * self.block_size + offset]
-                if found == row.values[position] or (found == _SPOILT and row.spoil is not None):
+                if found == row.values[position] + group or (found == _SPOILT and row.spoil is not None):
                     continue
                 if found != _SPOILT:
                     what = f"window block {block} does not hold token {position}"

@@ -72,15 +72,17 @@ def test_shared_prefixes_and_drafts(model: str, tmp_path: Path) -> None:
 
 
 @MODELS
-def test_preemption(model: str, tmp_path: Path) -> None:
-    """Requests that are preempted for memory and computed again have the reference's tokens."""
+@pytest.mark.parametrize(("host_cache", "remedy"), [("0", "recompute"), ("16MiB", "swap")])
+def test_preemption(model: str, host_cache: str, remedy: str, tmp_path: Path) -> None:
+    """Requests that are preempted for memory, and swapped or computed again, have the reference's tokens."""
     checkpoint = _make(model, tmp_path / "model")
     oracle = Oracle(checkpoint)
     prompts = draw_prompts((300, 280, 290, 310), oracle.vocab_size, seed=4)
     num_blocks = 102 if model == "Gemma3ForCausalLM" else 88
-    with _serve(checkpoint, num_blocks) as served:
+    with _serve(checkpoint, num_blocks, f"--host-cache={host_cache}") as served:
+        assert served.count_logged("KV behind sliding windows is freed") == 1
         answers = generate_all(served.grpc, prompts, [400] * len(prompts))
-        preemptions = served.metric("quire_preemptions_total")
+        preemptions = served.metric("quire_preemptions_total", remedy=remedy)
         served.wait_until_empty()
     _check(oracle, answers)
     assert preemptions > 0, "nothing was preempted: the pool is too large for this test"

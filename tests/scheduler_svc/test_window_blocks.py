@@ -11,7 +11,9 @@ from records.rules.oracle import VOCAB, expected_output
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.arrays import NO_INDICES
 from scheduler_svc.core.interface.plan import Plan
+from scheduler_svc.core.memory.prefix_cache import PrefixCache
 from scheduler_svc.core.memory.window_blocks import WindowBlocks, WindowRoom, WindowSizes
+from shared.prefix_keys import KEY_BYTES
 from tests.scheduler_svc.cluster import Cluster
 from worker_svc.memory.kv_groups import WINDOW_CHUNK, KVGroups, divide
 from worker_svc.model.base import KVShape
@@ -20,13 +22,20 @@ SHAPE = KVShape(1, 64)
 SIZES = WindowSizes(block_size=4, window=9, num_tables=2, max_step=8)
 
 
-def _cluster(num_blocks: int = 200, max_rows: int = 4, window: int = 9, chunk: int = 8, **limits: object) -> Cluster:
+def _cluster(
+    num_blocks: int = 200,
+    max_rows: int = 4,
+    window: int = 9,
+    chunk: int = 8,
+    num_host_blocks: int = 100,
+    **limits: object,
+) -> Cluster:
     """Return a cluster whose only worker has two groups with a window, blocks of 4 tokens, and host blocks."""
     cluster = Cluster(**({"max_num_seqs": max_rows, "max_num_batched_tokens": 32} | limits))
     cluster.join(
         ModelWorker(
-            b"w/1", num_blocks, 4, max_rows, max_tokens_per_step=32, num_host_blocks=100, max_draft_tokens=4,
-            num_kv_groups=3, window=window, window_chunk=chunk,
+            b"w/1", num_blocks, 4, max_rows, max_tokens_per_step=32, num_host_blocks=num_host_blocks,
+            max_draft_tokens=4, num_kv_groups=3, window=window, window_chunk=chunk,
         )
     )  # fmt: skip
     return cluster
@@ -161,18 +170,46 @@ def test_long_prompts_and_outputs_use_the_same_blocks_again() -> None:
     assert max(int(plan.chunk_lengths.max(initial=0)) for plan in cluster.plans) == 8
 
 
+@pytest.mark.parametrize("num_host_blocks", [0, 100])
 @pytest.mark.parametrize("capacity", ["max_utilization", "guaranteed_no_evict"])
-def test_little_memory(capacity: str) -> None:
-    """When memory runs out, requests are preempted and computed again; none is swapped out."""
-    cluster = _cluster(num_blocks=75, capacity=capacity)
+def test_little_memory(capacity: str, num_host_blocks: int) -> None:
+    """When memory runs out, requests are preempted. With host memory, they are swapped out with their windows."""
+    cluster = _cluster(num_blocks=75, capacity=capacity, num_host_blocks=num_host_blocks)
     for stream in range(6):
         cluster.submit(stream, [stream, 2, 3], 70)
     cluster.run()
 
     _check_tokens(cluster)
     (worker,) = cluster.core.stats().workers
-    assert (worker.counters.preemptions > 0) == (capacity == "max_utilization")
-    assert worker.counters.swapped == worker.counters.restored_tokens == 0
+    is_preempting = capacity == "max_utilization"
+    assert (worker.counters.preemptions > 0) == is_preempting
+    assert (
+        (worker.counters.swapped > 0)
+        == (worker.counters.restored_tokens > 0)
+        == (is_preempting and num_host_blocks > 0)
+    )
+
+
+def test_a_swapped_request_takes_only_its_window_to_the_host() -> None:
+    """A long request that is swapped needs as many host blocks as it has full blocks and visible window blocks."""
+    cluster = _cluster(policy="priority", preempt_threshold=0.0, max_rows=1)
+    cluster.submit(1, list(range(100, 161)), 40)
+    for _ in range(20):
+        cluster.plan()
+        cluster.answer()
+    cluster.submit(2, [1, 2, 3], 5, priority=9)
+    cluster.run()
+
+    _check_tokens(cluster)
+    (out,) = [copy for plan in cluster.plans for copy in plan.swap_outs]
+    (back,) = [plan for plan in cluster.plans if plan.swap_ins]
+    (admission,) = back.admissions
+    num_computed = admission.num_computed_tokens
+    num_visible = -(-num_computed // 4) - (num_computed - 9 + 1) // 4
+    assert len(out.sources) == -(-num_computed // 4) + 2 * num_visible
+    assert 1 <= len(admission.token_ids) - num_computed <= 5, "only the newest token and accepted drafts are computed"
+    assert admission.windows is not None
+    assert admission.windows.first == (num_computed - 9 + 1) // 4
 
 
 def test_the_next_turn_continues_where_the_conversation_ended() -> None:
@@ -223,6 +260,53 @@ def test_a_tail_that_a_row_has_read_stays_suspect_after_the_row_has_passed_it() 
     assert windows.passed(1, 56).tolist() == tail.ravel().tolist()
 
     assert np.isin(tail, windows.suspects(1)).all()
+
+
+def test_a_window_that_steps_in_flight_may_overwrite_is_not_swapped() -> None:
+    """With so many drafts in flight that a row may use a visible block again, its request is computed again."""
+    windows = WindowBlocks(200, SIZES)
+    num_new = windows.num_taken(0, 30)
+    windows.open(
+        0, WindowRoom(NO_INDICES.reshape(0, 2), num_new, num_new, ()), np.arange(num_new), num_shared=0, num_blocks=30
+    )
+    first = windows.first_visible(60)
+
+    blocks = windows.present(0, 60, first + windows.period - 1)
+    assert blocks is not None
+    assert blocks.shape == (60 // 4 - first, 2)
+    assert windows.present(0, 60, first + windows.period) is None
+
+
+def test_a_tail_in_front_of_a_swapped_window_is_not_attached() -> None:
+    """A row whose window was copied back attaches no tail that begins before this window."""
+    windows, blocks = WindowBlocks(200, SIZES), np.arange(100, 120)
+    first = windows.first_visible(75)
+    num_new = windows.num_taken(first, 20)
+    room = WindowRoom(NO_INDICES.reshape(0, 2), num_new, num_new, (), first)
+    windows.open(0, room, np.arange(num_new), num_shared=first, num_blocks=20)
+
+    assert not len(windows.attach(0, blocks[: first + windows.tail - 1], last_written=first + windows.tail - 1))
+    attached = windows.attach(0, blocks[: first + windows.tail], last_written=first + windows.tail)
+    assert len(attached) == 2 * windows.tail
+
+
+def test_window_blocks_do_not_count_as_full_blocks() -> None:
+    """A block that was evicted, and then attached as a window block, has no entry that could move to the host."""
+    windows = WindowBlocks(200, SIZES)
+    cache, keys = PrefixCache(200, windows=windows), bytes(KEY_BYTES * 10)
+    cache.publish(keys[:KEY_BYTES], np.array([50]))
+    cache.forget(np.array([50]))
+    num_new = windows.num_taken(0, 12, (10,))
+    taken = np.arange(50, 50 + num_new)
+    windows.open(0, WindowRoom(NO_INDICES.reshape(0, 2), num_new, num_new, (10,)), taken, num_shared=0, num_blocks=12)
+    chain = np.arange(10)
+    cache.publish(b"".join(bytes([number]) * KEY_BYTES for number in range(10)), chain)
+    cache.attach(0, chain)
+
+    attached = taken[windows.is_attached(taken)]
+    assert len(attached)
+    assert cache.holds[attached].all()
+    assert cache.entries(attached) == []
 
 
 def test_a_worker_without_room_for_its_windows_is_refused() -> None:

@@ -62,24 +62,50 @@ def test_the_formulas_are_what_a_worker_allocates(model: str, settings: dict[str
 
 
 def test_windows_count_with_their_newest_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A request with windows needs the blocks that a row holds; with host memory, all layers keep all tokens."""
+    """A request with windows needs the blocks that a row holds; with a disk, all layers keep all tokens."""
     folder = make_checkpoint("GptOssForCausalLM", tmp_path / "model", sliding_window=64, max_position_embeddings=4096)
     flags = ("--context=64,4096", "--output=8")
     freed = predicted_memory(tmp_path, folder, *flags)
-    kept = predicted_memory(tmp_path, folder, *flags, "--host-cache=1MiB")
+    kept = predicted_memory(tmp_path, folder, *flags, "--host-cache=1MiB", "--disk-cache-bytes=8MiB")
+    swapping = predicted_memory(tmp_path, folder, *flags, "--host-cache=1MiB")
 
     per_token = kept["kv_bytes_per_token"]
     period = (64 + 384 - 2 + 15) // 16 + 1
     assert freed["kv_by_kind"]["window"]["tokens"] == 64
     assert {each["bytes_per_token"] for each in freed["kv_by_kind"].values()} == {per_token // 2}
     assert set(kept["kv_by_kind"]) == {"full"}
+    assert swapping == freed
     assert [row["blocks_per_request"] for row in freed["lengths"]] == [8, 256 + period]
     assert [row["kv_bytes_per_request"] for row in kept["lengths"]] == [64 * per_token, 4096 * per_token]
 
     page = [f"--model={folder}", "--kv-cache-memory=64MiB", *flags]
-    for host_cache, line in (("0", "layers keep the newest 64 tokens"), ("1MiB", "not freed with --host-cache")):
-        assert main(["capacity", *page, f"--host-cache={host_cache}"]) == 0
+    for others, line in (
+        ((), "layers keep the newest 64 tokens"),
+        (("--host-cache=1MiB",), "holds the KV of preempted requests only"),
+        (("--host-cache=1MiB", "--disk-cache-bytes=8MiB"), "not freed with --disk-cache-bytes"),
+        (("--speculation=draft",), "not freed with a draft model"),
+    ):
+        assert main(["capacity", *page, *others]) == 0
         assert line in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("speculation", ["off", "ngram"])
+def test_states_of_rows_with_drafts(speculation: str, tmp_path: Path) -> None:
+    """With drafts, a row has two states: rows, checkpoints and blocks equal those of a worker."""
+    folder = make_checkpoint("Lfm2ForCausalLM", tmp_path / "model")
+    engine = make_engine(folder, kv_cache_memory="2MiB", speculation=speculation)
+    shape = vars(engine)["_model"].kv_shapes
+    config = json.loads((folder / "config.json").read_text())
+    sizes = f"layers={len(shape)},kv_heads={shape[0].num_kv_heads},head_dim={shape[0].head_dim},parameters=1e6"
+    sizes += f",state={engine.limits.state_bytes},positions={config['max_position_embeddings']}"
+
+    out = tmp_path / "capacity.json"
+    flags = ("--kv-cache-memory=2MiB", f"--speculation={speculation}", "--dtype=float32", "--context=64", "--output=8")
+    assert main(["capacity", "--params", sizes, "--json", str(out), *flags]) == 0
+    card = json.loads(out.read_text())["per_card"]
+    limits, states_per_row = engine.limits, 1 if speculation == "off" else 2
+    assert card["state"] == (limits.max_rows * states_per_row + limits.num_checkpoints) * limits.state_bytes
+    assert card["num_blocks"] == limits.num_blocks
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,8 @@ def test_invalid_tables_are_refused(changes: dict[str, object], message: str) ->
     ("settings", "kept_with"),
     [
         ({}, None),
-        ({"host_cache": "1MiB"}, "host_cache"),
+        ({"host_cache": "1MiB"}, None),
+        ({"host_cache": "1MiB", "disk_cache": "disk"}, "disk_cache"),
         ({"speculation": "draft"}, "draft_model"),
     ],
 )
@@ -152,6 +153,8 @@ def test_a_worker_says_whether_it_frees_windows(
     folder = make_checkpoint("Gemma3ForCausalLM", tmp_path / "model", sliding_window=16, max_position_embeddings=2048)
     if "speculation" in settings:
         settings = settings | {"draft_model": str(folder)}
+    if "disk_cache" in settings:
+        settings = settings | {"disk_cache": str(tmp_path / "disk"), "disk_cache_bytes": "8MiB"}
     with capture_logs() as logs:
         engine = make_engine(folder, kv_cache_memory="6MiB", **settings)
 

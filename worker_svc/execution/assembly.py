@@ -154,14 +154,13 @@ def _kv_groups(
 ) -> KVGroups | None:
     """Return the groups of layers, or None for one group. Log which setting prevents groups.
 
-    Blocks of several groups are not copied to the host, have no room for a draft model's KV, and are not captured in
-    graphs.
+    Blocks of several groups are not written to disk. They have no room for the KV of a draft model, whose layers have
+    other sizes. Graphs have the tables of one group.
     """
     if model.state_bytes:
         return None
     groups = divide(model.kv_shapes, model.windows, max_model_len=limits.max_model_len, chunk=WINDOW_CHUNK)
     preventing = {
-        "host_cache": parse_bytes(config.host_cache) > 0,
         "disk_cache": bool(config.disk_cache),
         "draft_model": has_draft_model,
         "cuda_graphs": config.cuda_graphs and accelerator is not None,

@@ -191,7 +191,7 @@ def _incomplete(pending: Sequence[_Pending]) -> list[_Pending]:
 
 def _used_blocks(plan: Plan) -> Int32Array:
     """Return the blocks that the plan starts to use: those of new rows, appended blocks, and those of block copies."""
-    columns = [plan.append_blocks]
+    columns = [plan.append_blocks, plan.append_windows[plan.append_windows >= 0]]
     if plan.block_copies is not None:
         columns += [plan.block_copies.sources, plan.block_copies.targets]
     columns += [blocks for admission in plan.admissions for blocks in admission.block_tables]

@@ -133,9 +133,11 @@ class PrefixCache:
     def entries(self, blocks: IndexArray) -> list[tuple[int, BlockEntry]]:
         """Return the entries for the blocks that can move to another tier, with the blocks.
 
-        Tails and doubted blocks cannot.
+        Tails, doubted blocks and window blocks cannot.
         """
         found = []
+        if self._windows is not None:
+            blocks = blocks[~self._windows.is_attached(blocks)]
         for block in blocks.tolist():
             if not self.holds.item(block) or self.doubted.item(block):
                 continue

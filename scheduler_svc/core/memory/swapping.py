@@ -8,8 +8,8 @@
 
 Cached blocks use only the memory that preempted requests do not need, and the least recently used ones are evicted.
 If the worker has a disk, they are also written to disk (`disk_space`). Like device blocks, host blocks are reused only
-after the results of all steps that use them have arrived. If the model has recurrent state, only preempted requests use
-this memory, each with a place for its state (`host_states`).
+after the results of all steps that use them have arrived. If the model has recurrent state or windows, only preempted
+requests use this memory. Each needs a place for its state (`host_states`), or blocks for its window.
 """
 
 from collections.abc import Sequence
@@ -53,6 +53,7 @@ class SwappedKV:
     epoch: int
     """Epoch of the worker with the KV, which is unusable in other epochs."""
     host_blocks: IndexArray
+    """Those of the first KV group, then those of the window before the next token, by position."""
     num_tokens: int
     """Number of leading tokens that it holds."""
     state: int | None = None
@@ -124,9 +125,9 @@ class SwapSpace:
         return self._copy(blocks, self.pool.take(len(blocks)))
 
     def back(self, host_blocks: IndexArray, blocks: IndexArray) -> BlockCopy:
-        """Return the copy of host blocks back to the first of `blocks`."""
+        """Return the copy of host blocks back to as many device blocks."""
         self.swapped_in_blocks += len(host_blocks)
-        return self._copy(host_blocks, blocks[: len(host_blocks)])
+        return self._copy(host_blocks, blocks)
 
     # ---------------------------------------------------------------- cached blocks
 
@@ -160,7 +161,7 @@ class SwapSpace:
         self.return_chance = 1.0 - (1.0 - self.return_chance) * (1.0 - self._gain) ** num_returned
         self.keys.twins[host_blocks] = self.keys.returned[host_blocks] = True
         self.pool.read(host_blocks, last_step=last_step, answered_step=answered_step)
-        return self.back(host_blocks, blocks)
+        return self.back(host_blocks, blocks[: len(host_blocks)])
 
     def write_to_disk(self, now: float) -> None:
         """Start to write cached blocks to disk."""

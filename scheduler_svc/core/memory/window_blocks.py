@@ -9,6 +9,9 @@ grows. It needs them for a fixed number of positions, the *period*: those that a
 these blocks again, in turn. This is safe without waiting for results, because a worker executes plans in order and a
 step writes all KV before it reads any.
 
+A preempted row whose KV moves to host memory takes the blocks of the window before its next token with it. When it is
+admitted again, it takes as many blocks for these positions, and continues like other rows.
+
 A request can continue after a cached prefix only if the blocks of the window before its end, the *tail*, still exist.
 They would be overwritten. At a *boundary* (`boundaries`), a row therefore uses other blocks from then on, and its tail
 becomes cached content, attached to the full blocks with the same tokens. There are boundaries at the end of a prompt,
@@ -42,6 +45,8 @@ class WindowRoom(NamedTuple):
     """The same up to its longest possible sequence."""
     boundaries: tuple[int, ...]
     """Boundaries at which the row keeps its tail, in blocks, ascending."""
+    first: int = 0
+    """First position for which the row takes blocks."""
 
 
 @dataclass(slots=True)
@@ -140,11 +145,15 @@ class WindowBlocks(Boundaries):
         found: IndexArray = self._attached[blocks[max(0, len(blocks) - self.tail) :]]
         return found
 
+    def first_visible(self, num_computed: int) -> int:
+        """Return the first position that the token after `num_computed` tokens attends to."""
+        return max(0, num_computed - self.window + 1) // self._block_size
+
     def num_taken(self, num_shared: int, num_blocks: int, boundaries: tuple[int, ...] = ()) -> int:
         """Return the number of blocks that a row takes up to a length.
 
         Args:
-            num_shared: number of leading positions whose KV is cached.
+            num_shared: number of leading positions for which it takes none: their KV is cached, or behind the window.
             num_blocks: number of its positions.
             boundaries: boundaries at which it keeps its tail.
         """
@@ -163,7 +172,7 @@ class WindowBlocks(Boundaries):
             row: the row.
             room: its room; the row has a reference to each block in the tail.
             taken: `room.num_new` blocks.
-            num_shared: number of leading positions whose KV is cached.
+            num_shared: number of leading positions for which it takes no blocks, as in `num_taken`.
             num_blocks: number of positions of its present tokens.
         """
         kept = self._kept(num_shared, room.boundaries)
@@ -191,6 +200,7 @@ class WindowBlocks(Boundaries):
             tail_positions=np.concatenate((np.arange(first, num_shared), kept)),
             tail=np.concatenate((room.tail, own[kept_numbers])),
             attached=room.tail.ravel(),
+            released=first,
             round_end=num_shared + self.period,
             replacing=frozenset((kept + self.period).tolist()),
         )
@@ -262,6 +272,23 @@ class WindowBlocks(Boundaries):
         own.tail, own.tail_positions = own.tail[num_passed:], own.tail_positions[num_passed:]
         return passed
 
+    def present(self, row: int, num_computed: int, last_written: int) -> IndexArray | None:
+        """Return the blocks `[positions, tables]` of the window before a row's next token.
+
+        Args:
+            row: the row.
+            num_computed: number of its tokens that are computed at least when the sent steps are done.
+            last_written: the last position that these steps may write.
+
+        Returns:
+            None if these steps may overwrite some of them.
+        """
+        first = self.first_visible(num_computed)
+        own = self._rows[row]
+        if first < own.released or last_written - first >= self.period:
+            return None
+        return own.table[self._places(own, np.arange(first, -(-num_computed // self._block_size)))]
+
     def attach(self, row: int, blocks: IndexArray, *, last_written: int | None = None) -> IndexArray:
         """Attach a row's tail to cached blocks, and return the window blocks that are attached now.
 
@@ -276,10 +303,7 @@ class WindowBlocks(Boundaries):
         own = self._rows[row]
         if last_written is not None and (first < own.released or last_written - first >= self.period):
             return NO_INDICES
-        places = np.arange(first, num_blocks) - own.first
-        length = len(own.table)
-        places = np.where(places < length, places, length - self.period + (places - length) % self.period)
-        full, tail = blocks[first:], own.table[places]
+        full, tail = blocks[first:], own.table[self._places(own, np.arange(first, num_blocks))]
         is_new = (self._attached[full, 0] == _NONE) & (self._owner[tail[:, 0]] == _NONE)
         full, tail = full[is_new], tail[is_new]
         self._attached[full] = tail
@@ -287,6 +311,12 @@ class WindowBlocks(Boundaries):
         attached: IndexArray = tail.ravel()
         own.attached = np.concatenate((own.attached, attached))
         return attached
+
+    def _places(self, own: _Row, positions: IndexArray) -> IndexArray:
+        """Return the indices of positions in a row's table."""
+        places, length = positions - own.first, len(own.table)
+        found: IndexArray = np.where(places < length, places, length - self.period + (places - length) % self.period)
+        return found
 
     @property
     def num_held(self) -> int:

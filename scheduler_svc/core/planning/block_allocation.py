@@ -71,20 +71,20 @@ class BlockAllocation:
         """Preempt a row for a request. Its KV and state move to host memory if that is cheaper than recomputation."""
         worker, rows = self._worker, self._rows
         num_computed = rows.num_computed(row)
-        num_blocks = -(-num_computed // rows.block_size)
         request = rows.requests[row]
         assert request is not None
         # The KV of an unfinished prompt may come from a row that is about to fail, because no sampled token has
         # verified it yet.
         may_swap = rows.state.item(row) == DECODE and not request.starts_over
+        blocks = worker.blocks_to_swap(row) if may_swap else None
         if (
-            may_swap
-            and worker.swap.has_room(num_blocks)
+            blocks is not None
+            and worker.swap.has_room(len(blocks))
             and worker.swap.has_room_for_state(worker.last_step + 1)
             and worker.has_present_state(row)
-            and worker.costs.swaps(num_blocks, self._cost_of(num_computed))
+            and worker.costs.swaps(len(blocks), self._cost_of(num_computed))
         ):
-            request, copy = worker.swap_out(row)
+            request, copy = worker.swap_out(row, blocks)
             self.swap_outs.append(copy)
             assert request.swapped is not None
             if request.swapped.state is not None:

@@ -470,8 +470,11 @@ class Planner:
             self._copy_targets.append(int(blocks[len(room.cached)]))
         num_computed = num_cached_tokens
         if room.swapped is not None:
-            self._swap_ins.append(self._worker.swap.back(room.swapped.host_blocks, blocks))
             num_computed = room.swapped.num_tokens
+            host_blocks = room.swapped.host_blocks
+            targets = blocks[: -(-num_computed // self._rows.block_size)]
+            targets = np.concatenate((targets, taken[: len(host_blocks) - len(targets)]))
+            self._swap_ins.append(self._worker.swap.back(host_blocks, targets))
             self._worker.release_swapped(request, last_step=self._worker.last_step + 1)
         row = self._rows.occupy(
             request,
@@ -488,7 +491,7 @@ class Planner:
         if window_room is not None:
             assert self._worker.windows is not None
             windows = self._worker.windows.open(
-                row, window_room, taken, num_shared=len(room.cached), num_blocks=len(blocks)
+                row, window_room, taken, num_shared=window_room.first, num_blocks=len(blocks)
             )
             self._worker.want_boundaries(row, window_room.boundaries)
         checkpoint = None if room.swapped is None else room.swapped.state

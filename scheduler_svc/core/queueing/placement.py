@@ -97,16 +97,17 @@ def _find_windowed_room(
         worst_blocks: blocks of that group for its longest possible sequence.
         num_available: blocks that can be taken in addition to the cached ones.
     """
-    windows, num_shared = worker.windows, len(match.blocks)
+    windows = worker.windows
     assert windows is not None
     tail = windows.tail_of(match.blocks)
     num_available -= worker.pool.count_idle(tail.ravel())
-    num_present = num_shared + num_new
+    num_present = len(match.blocks) + num_new
     longest = max(worst_blocks, num_present)
+    first = len(match.blocks) if match.swapped is None else windows.first_visible(match.swapped.num_tokens)
     boundaries = worker.boundaries(request, match)
     for kept in (boundaries, ()) if boundaries else ((),):
-        num_taken = windows.num_taken(num_shared, num_present, kept)
-        most_taken = windows.num_taken(num_shared, longest, kept)
+        num_taken = windows.num_taken(first, num_present, kept)
+        most_taken = windows.num_taken(first, longest, kept)
         if kept and longest + tail.size + most_taken > worker.pool.num_blocks:
             continue
         if worker.capacity.admits(
@@ -115,7 +116,8 @@ def _find_windowed_room(
             worst_blocks=worst_blocks + tail.size + most_taken,
             num_available=num_available,
         ):
-            return Room(match.blocks, num_new, window=WindowRoom(tail, num_taken, most_taken, kept))
+            window = WindowRoom(tail, num_taken, most_taken, kept, first)
+            return Room(match.blocks, num_new, swapped=match.swapped, window=window)
     return None
 
 

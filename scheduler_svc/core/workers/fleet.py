@@ -182,7 +182,7 @@ class Fleet:
         copies_parts = shares_prefixes and config.prefix_cache == "radix" and not is_recurrent and windows is None
         partial = PartialBlocks(num_blocks, hello.block_size) if copies_parts else None
         cache = PrefixCache(num_blocks, partial, self.directory, self._next_epoch, self._facts, checkpoints, windows)
-        swaps = windows is None and not (is_recurrent and not hello.num_host_states)
+        swaps = not is_recurrent or hello.num_host_states > 0
         costs = CostModel()
         worker = self._workers[hello.worker] = Worker(
             peer=hello.worker,
@@ -202,7 +202,7 @@ class Fleet:
             swap=SwapSpace(
                 hello.num_host_blocks if swaps else 0,
                 num_disk_blocks=hello.num_disk_blocks,
-                caches=shares_prefixes and not is_recurrent,
+                caches=shares_prefixes and not is_recurrent and windows is None,
                 directory=self.directory,
                 epoch=self._next_epoch,
                 states=HostStates(hello.num_checkpoints, hello.num_host_states) if is_recurrent else None,

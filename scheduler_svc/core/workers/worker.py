@@ -272,11 +272,24 @@ class Worker:
         """Like `vacate`, but do not count the blocks as permanently released."""
         return self._vacate(row, self.last_step)
 
-    def swap_out(self, row: int) -> tuple[Request, BlockCopy]:
-        """Preempt a row's request; the current plan first copies its KV and its recurrent state to the host."""
+    def blocks_to_swap(self, row: int) -> IndexArray | None:
+        """Return the blocks with the KV that a row needs to continue; None if some of it may be overwritten."""
         num_computed = self.rows.num_computed(row)
-        num_blocks = -(-num_computed // self.rows.block_size)
-        copy = self.swap.out(self.rows.blocks(row)[:num_blocks])
+        blocks = self.rows.blocks(row)[: -(-num_computed // self.rows.block_size)]
+        if self.windows is None:
+            return blocks
+        in_window = self.windows.present(row, num_computed, self._last_written(row, num_computed))
+        return None if in_window is None else np.concatenate((blocks, in_window.ravel()))
+
+    def swap_out(self, row: int, blocks: IndexArray) -> tuple[Request, BlockCopy]:
+        """Preempt a row's request; the current plan first copies its KV and its recurrent state to the host.
+
+        Args:
+            row: the row.
+            blocks: as from `blocks_to_swap`.
+        """
+        num_computed = self.rows.num_computed(row)
+        copy = self.swap.out(blocks)
         # The current plan still reads these blocks.
         request = self._vacate(row, self.last_step + 1)
         state = None if self.swap.states is None else self.swap.states.take(self.last_step + 1)
@@ -313,7 +326,7 @@ class Worker:
         num_computed = rows.num_computed(row)
         is_proven = cache.partial is not None and rows.is_settled(row)
         num_shared = rows.shared.item(row)
-        last_written = (num_computed if rows.state.item(row) == PREFILL else int(rows.reach(np.array([row]))[0])) - 1
+        last_written = self._last_written(row, num_computed)
         request, blocks = rows.vacate(row)
         self.grammars.vacated(request.grammar_key)
         num_tokens = min(num_computed, len(request.tokens))
@@ -327,7 +340,7 @@ class Worker:
         window_blocks = NO_INDICES
         if self.windows is not None:
             if self.shares_prefixes:
-                self._attach(row, request, num_tokens // rows.block_size, last_written // rows.block_size)
+                self._attach(row, request, num_tokens // rows.block_size, last_written)
             window_blocks = self.windows.suspects(row)
             self.pool.release(self.windows.leave(row), last_step=last_step, answered_step=self.answered_step)
         self.pool.release(blocks, last_step=last_step, answered_step=self.answered_step)
@@ -339,6 +352,12 @@ class Worker:
             )
             request.unsettled = True
         return request
+
+    def _last_written(self, row: int, num_computed: int) -> int:
+        """Return the last position whose KV sent steps may write in a row with at least `num_computed` tokens then."""
+        rows = self.rows
+        most = num_computed if rows.state.item(row) == PREFILL else int(rows.reach(np.array([row]))[0])
+        return (most - 1) // rows.block_size
 
     def shareable_keys(self, request: Request) -> bytes:
         """Return the joined keys of the leading full blocks that the request could take from the cache.
@@ -519,7 +538,8 @@ class Worker:
 
     def boundaries(self, request: Request, match: Match) -> tuple[int, ...]:
         """Return the boundaries at which a row with the request keeps its window blocks, ascending."""
-        if self.windows is None or not self.shares_prefixes or request.computes_whole_prompt:
+        is_swapped = match.swapped is not None
+        if self.windows is None or not self.shares_prefixes or request.computes_whole_prompt or is_swapped:
             return ()
         end = (len(request.tokens) - 1) // self.rows.block_size
         return tuple(sorted({count for count in (match.num_known, end) if count > len(match.blocks)}))
