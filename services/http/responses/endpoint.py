@@ -129,14 +129,17 @@ class ResponsesEndpoints:
         """Return the body with references to stored items replaced by the items."""
         if isinstance(body.input, str):
             return body
-        return body.model_copy(update={"input": [self._item(item, number) for number, item in enumerate(body.input)]})
+        stored: dict[str, InputItem] = {}
+        for number, item in enumerate(body.input):
+            if item.type == "item_reference" and item.id not in stored:
+                stored[item.id] = self._item(item.id, number)
+        resolved = [stored[item.id] if item.type == "item_reference" else item for item in body.input]
+        return body.model_copy(update={"input": resolved})
 
-    def _item(self, item: InputItem, number: int) -> InputItem:
-        if item.type != "item_reference":
-            return item
-        stored = self._store.item(CURRENT.get().name, item.id)
+    def _item(self, item_id: str, number: int) -> InputItem:
+        stored = self._store.item(CURRENT.get().name, item_id)
         if stored is None:
-            what = f"item {item.id[:64]!r} is not stored; send the item itself, and store: false"
+            what = f"item {item_id[:64]!r} is not stored; send the item itself, and store: false"
             raise InvalidRequestError(FieldViolation(f"input[{number}].id", what))
         return InputItem.model_validate(_as_input(stored))
 

@@ -2,7 +2,6 @@
 
 import json
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappush, heapreplace
 from typing import Any
@@ -26,11 +25,26 @@ class StoredResponse:
 class _Held:
     """The responses of one principal."""
 
-    responses: OrderedDict[str, tuple[int, str]] = field(default_factory=OrderedDict)
-    """Size in bytes, and the stored response as JSON, by response id; oldest first."""
-    of_items: dict[str, str] = field(default_factory=dict)
-    """For each output item's id, the id of the response that contains it."""
+    responses: OrderedDict[str, "_Entry"] = field(default_factory=OrderedDict)
+    """By response id; oldest first."""
+    items: dict[str, str] = field(default_factory=dict)
+    """Output items as JSON, by item id.
+
+    A request may refer to thousands of items, so finding one must not read the whole response, which has megabytes.
+    """
     num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A stored response."""
+
+    size: int
+    """Bytes of the text and of the items."""
+    text: str
+    """The stored response as JSON."""
+    item_ids: tuple[str, ...]
+    """Ids of its output items."""
 
 
 class ResponseStore:
@@ -59,14 +73,15 @@ class ResponseStore:
     def put(self, principal: str, stored: StoredResponse) -> None:
         """Store a response of a principal, unless it is larger than the store."""
         text = json.dumps([stored.response, stored.messages, stored.num_input, stored.session_id], ensure_ascii=False)
-        size = len(text.encode())
+        items = {item["id"]: json.dumps(item, ensure_ascii=False) for item in stored.response.get("output", ())}
+        size = sum(len(each.encode()) for each in (text, *items.values()))
         response_id = str(stored.response["id"])
         self.drop(principal, response_id)
         if size > self._max_bytes:
             return
         held = self._of.setdefault(principal, _Held())
-        held.responses[response_id] = (size, text)
-        held.of_items.update(dict.fromkeys(_item_ids(stored.response), response_id))
+        held.responses[response_id] = _Entry(size, text, tuple(items))
+        held.items |= items
         held.num_bytes += size
         self._bytes += size
         heappush(self._by_size, (-held.num_bytes, principal))
@@ -81,14 +96,13 @@ class ResponseStore:
         """Return a principal's response; None if it is not stored."""
         held = self._of.get(principal)
         found = None if held is None else held.responses.get(response_id)
-        return None if found is None else StoredResponse(*json.loads(found[1]))
+        return None if found is None else StoredResponse(*json.loads(found.text))
 
     def item(self, principal: str, item_id: str) -> Json | None:
         """Return an output item from a principal's responses; None if it is not stored."""
         held = self._of.get(principal)
-        stored = None if held is None else self.get(principal, held.of_items.get(item_id, ""))
-        items: list[Json] = [] if stored is None else stored.response["output"]
-        return next((item for item in items if item["id"] == item_id), None)
+        text = None if held is None else held.items.get(item_id)
+        return None if text is None else dict(json.loads(text))
 
     def drop(self, principal: str, response_id: str) -> bool:
         """Forget a response; return whether it was stored."""
@@ -96,11 +110,10 @@ class ResponseStore:
         found = None if held is None else held.responses.pop(response_id, None)
         if held is None or found is None:
             return False
-        size, text = found
-        held.num_bytes -= size
-        self._bytes -= size
-        for item in _item_ids(json.loads(text)[0]):
-            held.of_items.pop(item, None)
+        held.num_bytes -= found.size
+        self._bytes -= found.size
+        for item_id in found.item_ids:
+            held.items.pop(item_id, None)
         if not held.responses:
             del self._of[principal]
         return True
@@ -114,7 +127,3 @@ class ResponseStore:
             if num_bytes == -listed:
                 return principal
             heapreplace(self._by_size, (-num_bytes, principal))
-
-
-def _item_ids(response: Json) -> Iterator[str]:
-    return (item["id"] for item in response.get("output", ()))

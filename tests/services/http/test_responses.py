@@ -3,6 +3,7 @@
 import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -366,6 +367,28 @@ def test_items_of_stored_responses_can_be_referred_to(tmp_path: Path) -> None:
             assert answers[0]["usage"] == answers[1]["usage"]
             assert answers[0]["usage"]["input_tokens"] > 2 * first["usage"]["input_tokens"]
             assert (missing.status_code, missing.json()["error"]["param"]) == (400, "input[1].id")
+
+    asyncio.run(main())
+
+
+def test_many_references_to_an_item_read_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading the whole response for each of thousands of references would block the process for minutes."""
+    read: list[str] = []
+
+    def loads(text: str) -> Any:
+        read.append(text)
+        return json.loads(text)
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            large = {"input": "hi", "max_output_tokens": 8, "user": "x" * 100_000}
+            (item,) = (await stack.http.post("/v1/responses", json=large)).json()["output"]
+            monkeypatch.setattr("services.http.responses.store.json", SimpleNamespace(loads=loads, dumps=json.dumps))
+            references = [{"type": "item_reference", "id": item["id"]}] * 1000
+            answer = await stack.http.post("/v1/responses/input_tokens", json={"input": references})
+
+            assert answer.json()["input_tokens"] > 1000
+            assert [len(text) < 10_000 for text in read] == [True]
 
     asyncio.run(main())
 
