@@ -1,11 +1,11 @@
 """Tool calls as JSON objects: {"name": …, "arguments": {…}}, with the keys in any order."""
 
-import json
 import secrets
 from collections.abc import Callable, Container, Generator
 
 from services.parsers.events import CallArguments, CallBegun, CallEnded, Emit
 from services.parsers.reader import Reader, Step
+from shared.json_text import read_json_text
 
 _NAMES = ("name",)
 _ARGUMENTS = ("arguments", "parameters")
@@ -139,6 +139,6 @@ def _string(reader: Reader, keep: Callable[[str], None]) -> Generator[None, None
         return None
     text = "".join(pieces)
     try:
-        return str(json.loads(text, strict=False))
+        return str(read_json_text(text, strict=False))
     except ValueError:
         return text[1:-1]

@@ -1,12 +1,12 @@
 """Tools of a request: the functions that the model may or must call, and the parser for its output."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from quire.v1 import generation_pb2 as v1
 from services.parsers import FAMILIES, Function, ModelFormat, OutputParser, Read, grammar_of_calls, read_functions
 from shared.errors import FieldViolation, InvalidRequestError
+from shared.json_text import read_json_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ def read_tools(request: v1.GenerateRequest, model_format: ModelFormat) -> Tools:
     if not request.HasField("chat"):
         return Tools(shown=True)  # A client that renders the prompt itself may have put tools into the prompt.
     chat, choice = request.chat, request.chat.tool_choice
-    given = read_functions(json.loads(chat.tools_json) if chat.tools_json else [])
+    given = read_functions(read_json_text(chat.tools_json) if chat.tools_json else [])
     known = tuple(each for each in given if each is not None)
     names = {choice.name} if choice.name else set(choice.allowed)
     allowed = tuple(each for each in known if not names or each.name in names)

@@ -4,14 +4,13 @@ Tools, tool calls and template variables are JSON text in the public message, be
 objects. This module parses the text once and limits its size and depth.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from quire.v1 import generation_pb2 as v1
 from shared.errors import FieldViolation
-from shared.json_text import describe_json_error
+from shared.json_text import describe_json_error, read_json_text
 
 MAX_MESSAGES = 4096
 """Maximum number of messages of a conversation."""
@@ -58,8 +57,8 @@ def template_input(chat: v1.ChatInput) -> TemplateInput:
     shows_tools = chat.tool_choice.mode != v1.TOOL_MODE_NONE
     return TemplateInput(
         messages=[_message(message) for message in chat.messages],
-        tools=json.loads(chat.tools_json) if chat.tools_json and shows_tools else None,
-        variables=json.loads(chat.template_variables_json) if chat.template_variables_json else {},
+        tools=read_json_text(chat.tools_json) if chat.tools_json and shows_tools else None,
+        variables=read_json_text(chat.template_variables_json) if chat.template_variables_json else {},
         add_generation_prompt=not (chat.omit_generation_prompt or chat.continue_final_message),
         continue_final_message=chat.continue_final_message,
     )
@@ -131,7 +130,7 @@ def _check_json(
         yield FieldViolation(field, f"too long; use at most {limit} bytes")
         return
     try:
-        value = json.loads(text)
+        value = read_json_text(text)
     except ValueError as error:
         yield FieldViolation(field, describe_json_error(error))
         return
@@ -166,7 +165,7 @@ def _arguments_too_deep(calls: object) -> bool:
     for call in calls if isinstance(calls, list) else ():
         arguments = _arguments_of(call)
         try:
-            if arguments is not None and _is_too_deep(json.loads(arguments)):
+            if arguments is not None and _is_too_deep(read_json_text(arguments)):
                 return True
         except ValueError:
             continue  # Text that is not JSON has no nesting depth.
@@ -182,7 +181,7 @@ def _message(message: v1.ChatMessage) -> dict[str, Any]:
     if message.tool_call_id:
         turn["tool_call_id"] = message.tool_call_id
     if message.tool_calls_json:
-        turn["tool_calls"] = [_call(call) for call in json.loads(message.tool_calls_json)]
+        turn["tool_calls"] = [_call(call) for call in read_json_text(message.tool_calls_json)]
     return turn
 
 
@@ -192,7 +191,7 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
     if text is None:
         return call
     try:
-        arguments = json.loads(text)
+        arguments = read_json_text(text)
     except ValueError:
         return call
     return call | {"function": call["function"] | {"arguments": arguments}}

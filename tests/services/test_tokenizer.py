@@ -187,6 +187,26 @@ def test_tools_and_variables_reach_the_template() -> None:
     assert ChatTemplate(source, {}).render(template_input(chat)) == "weather calm Ulm c "
 
 
+@pytest.mark.parametrize("length", [1, INLINE_CHARACTERS])
+def test_half_a_surrogate_pair_in_the_json_of_a_conversation_can_be_encoded(tmp_path: Path, length: int) -> None:
+    """A model whose output is truncated within an emoji writes half a pair; the client sends it back."""
+    source = (
+        "{% for m in messages %}{{ m.content }}{{ m.tool_calls | tojson }}{% endfor %}{{ tools[0].name }} {{ mood }}"
+    )
+    arguments = '{"mood": "\\ud83d\\ude00 \\ud83d"}'
+    message = v1.ChatMessage(role="assistant", content="x" * length)
+    message.tool_calls_json = json.dumps([{"function": {"name": "f", "arguments": arguments}}])
+    chat = v1.ChatInput(
+        messages=[message], tools_json='[{"name": "\\uDE00"}]', template_variables_json='{"mood": "\\ud83d"}'
+    )
+    tokenizer = load_tokenizer(write_model(tmp_path, byte_level(), chat_template=source))
+
+    ids = asyncio.run(tokenizer.encode_chat(partial(template_input, chat), chat_size(chat)))
+
+    text = asyncio.run(tokenizer.decode(ids, skip_special_tokens=False))
+    assert text.endswith('{"mood": "\N{GRINNING FACE} \ufffd"}}}]\ufffd \ufffd')
+
+
 def test_a_final_message_can_be_continued() -> None:
     """Nothing that the template writes after it is in the prompt."""
     source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}<user>"

@@ -230,6 +230,17 @@ def test_a_value_that_is_not_json_is_a_string(value: str) -> None:
     assert parts(read("glm4", text)) == ("", "", [("f", {"n": value})])
 
 
+def test_a_name_with_half_a_surrogate_pair_can_be_sent() -> None:
+    """A model may write any escape; a message can only carry characters."""
+    begun = next(
+        each
+        for each in read("hermes", '<tool_call>{"name": "f\\ud83d", "arguments": {}}</tool_call>')
+        if isinstance(each, CallBegun)
+    )
+
+    assert begun.name == "f\ufffd"
+
+
 def test_only_the_first_arguments_of_a_call_count() -> None:
     """An object that has its arguments twice is one call with valid JSON."""
     text = '<tool_call>{"name": "f", "arguments": {"n": 1}, "arguments": {"n": 2}}</tool_call>'
