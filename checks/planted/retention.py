@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from checks.planted.bug import bug
-from checks.sim.aims import adaptation, both, with_limits
-from scheduler_svc.core.interface.arrays import NO_INDICES
-from scheduler_svc.core.memory import retention
+from checks.sim.aims import adaptation, both, with_limits, with_traffic
+from scheduler_svc.core.interface.arrays import NO_INDICES, IndexArray
 from scheduler_svc.core.memory.retention import Retention
 
 _RETAINED = adaptation("retained sessions")
@@ -23,7 +22,7 @@ def hint_ignored(patch: pytest.MonkeyPatch) -> None:
 @bug("core", aim=both(_RETAINED, with_limits(retention_share=0.05)))
 def share_ignored(patch: pytest.MonkeyPatch) -> None:
     """A tenant may retain all blocks."""
-    patch.setattr(retention, "_equal_part", lambda wanted, room: 1 << 30)
+    patch.setattr(Retention, "_make_room", lambda self, tenant, more, level, first_new: (more, NO_INDICES))
 
 
 @bug("retain.end", aim=_RETAINED)
@@ -37,3 +36,14 @@ def evicted_block_stays_retained(patch: pytest.MonkeyPatch) -> None:
     """A block that has left the cache counts as retained."""
     nothing: Any = None
     patch.setattr(Retention, "forget", lambda self, blocks: nothing)
+
+
+@bug("retain.order", aim=both(_RETAINED, with_traffic(shared_salt=True)))
+def waiting_retention_lost(patch: pytest.MonkeyPatch) -> None:
+    """When the retention by one tenant ends, that by another tenant of the same block is lost."""
+
+    def both_end(self: Retention, blocks: IndexArray) -> None:
+        self._leave(0, blocks)
+        self._leave(1, blocks)
+
+    patch.setattr(Retention, "_end", both_end)

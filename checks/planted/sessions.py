@@ -7,6 +7,8 @@ import pytest
 
 from checks.planted.bug import bug, wrap
 from checks.sim.aims import adaptation, both, with_traffic
+from scheduler_svc.core.interface.arrays import NO_INDICES
+from scheduler_svc.core.memory.retention import Retention
 from scheduler_svc.core.queueing.session_gate import SessionGate
 from scheduler_svc.core.queueing.sessions import Sessions
 from scheduler_svc.core.requests.request import Request
@@ -62,3 +64,9 @@ def tail_not_forgotten(patch: pytest.MonkeyPatch) -> None:
         session.tail = b""
 
     wrap(patch, Sessions, "_clear_tail", stays)
+
+
+@bug("retain.end", aim=adaptation("retained sessions"))
+def ended_session_retained(patch: pytest.MonkeyPatch) -> None:
+    """The end of a session does not end the retention by its earlier turns."""
+    patch.setattr(Retention, "end_sessions", lambda self, sessions: NO_INDICES)

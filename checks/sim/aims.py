@@ -316,7 +316,7 @@ def with_quota(**limits: Any) -> Aim:
 def with_retention(scenario: Scenario) -> Scenario:
     """Several tenants with separate cache scopes retain some of their sequences, in memory that holds only a few."""
     scenario = with_sessions(scenario)
-    traffic = dataclasses.replace(scenario.traffic, retained=0.15, shared_salt=False)
+    traffic = dataclasses.replace(scenario.traffic, retained=0.15, named_sessions=0.5, shared_salt=False)
     config = dataclasses.replace(scenario.config, retention_share=0.7, session_wait_s=0.0)
     size = dataclasses.replace(scenario.workers[0], num_blocks=300)
     return dataclasses.replace(scenario, traffic=traffic, config=config, workers=(size,))

@@ -112,6 +112,8 @@ class TrafficShape:
     """Share of requests for an embedding."""
     retained: float = 0.0
     """Share of requests that retain their KV or announce a pause."""
+    named_sessions: float = 0.0
+    """Share of requests that name their session; only without a gate for sessions."""
 
 
 @dataclass(frozen=True, slots=True)

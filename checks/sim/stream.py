@@ -177,6 +177,8 @@ class Stream:
                 retention_s=demand.retention_s,
                 retention_priority=demand.retention_priority,
                 expected_pause_s=demand.expected_pause_s,
+                session=demand.session,
+                ends_session=demand.ends_session,
                 model=demand.model,
                 identity=self.identity,
                 traceparent=_TRACEPARENT if demand.traced else "",

@@ -58,6 +58,14 @@ class Demand:
     retention_s: float = 0.0
     retention_priority: int = 0
     expected_pause_s: float = 0.0
+    session: bytes = b""
+    ends_session: bool = False
+
+
+_SESSIONS = (b"x", b"y")
+"""Names of sessions."""
+_LAST_TURN = 0.2
+"""Share of the turns of named sessions that are the last one."""
 
 
 class Traffic:
@@ -149,6 +157,8 @@ class Traffic:
                 retention_priority=hints.choice((0, 0, 1, 9)),
                 expected_pause_s=hints.choice((0.0, self._pace.step * 10 ** hints.uniform(-1, 3))),
             )
+        if shape.named_sessions and hints.random() < shape.named_sessions:
+            demand = replace(demand, session=hints.choice(_SESSIONS), ends_session=hints.random() < _LAST_TURN)
         return demand
 
     def _with_faults(self, demand: Demand) -> Demand:

@@ -688,6 +688,9 @@ class Scheduler:
         for worker in self._fleet.with_disk.values():
             if worker.swap.disk is not None:
                 worker.swap.disk.time_passed(now)
+        for worker in self._fleet:
+            if worker.pool.retention.next_end <= now:
+                worker.pool.end_retention(now)
         self._requests.time_passed(now)
         self._requests.backlog.time_passed(now)
         self._quarantine.time_passed(now)

@@ -3,6 +3,7 @@
 import numpy as np
 
 from records.rules.model_worker import ModelWorker
+from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.config import CoreConfig
 from scheduler_svc.core.memory.retention import Retention
 from tests.scheduler_svc.cluster import Cluster
@@ -78,14 +79,62 @@ def test_a_tenant_keeps_its_equal_part_however_much_another_retains() -> None:
     assert requests.serve(1, tenant="few") == 16
 
 
-def test_the_blocks_of_another_tenant_stay_as_they_are() -> None:
-    """A block counts for the tenant that retained it first; hints of other tenants neither extend nor end that."""
+def test_the_retention_of_a_second_tenant_follows_that_of_the_first() -> None:
+    """A block that two tenants retain has the higher priority, and stays until both retentions have ended."""
     retention = Retention(16, 0.5)
     retention.retain(np.arange(4), "a", 0, 10.0)
     retention.retain(np.arange(6), "b", 5, 20.0)
 
-    assert retention.levels(np.arange(6)).tolist() == [1, 1, 1, 1, 6, 6]
-    assert retention.ended(10.0).tolist() == [0, 1, 2, 3]
+    assert retention.levels(np.arange(6)).tolist() == [6] * 6
+    retention.ended(10.0)
+    assert retention.levels(np.arange(6)).tolist() == [6] * 6
+    retention.validate()
+    retention.ended(20.0)
+    assert not retention
+
+
+def test_a_shared_prefix_counts_for_the_first_tenant() -> None:
+    """A tenant that waits for blocks has room for as many others as without them."""
+    retention = Retention(16, 0.5)
+    retention.retain(np.arange(4), "a", 0, 10.0)
+    retention.retain(np.arange(8), "b", 0, 10.0)
+
+    assert retention.levels(np.arange(8)).tolist() == [1] * 8
+
+
+def test_a_prefix_lost_for_want_of_room_goes_to_the_tenant_that_waits_for_it() -> None:
+    """A tenant that must reduce its part loses no blocks that another tenant within its part retains, too."""
+    retention = Retention(16, 0.5)
+    retention.retain(np.arange(8), "a", 0, 10.0)
+    retention.retain(np.arange(6, 8), "b", 0, 10.0)
+    retention.retain(np.arange(8, 10), "c", 0, 10.0)
+    retention.validate()
+
+    assert retention.levels(np.arange(10)).tolist() == [1] * 4 + [0] * 2 + [1] * 4
+
+
+def test_of_several_waiting_tenants_the_highest_priority_stays() -> None:
+    """One tenant waits for a block: that with the highest priority, then that whose retention ends last."""
+    retention = Retention(16, 0.5)
+    retention.retain(np.arange(2), "a", 9, 10.0)
+    for tenant, priority, until in (("b", 0, 20.0), ("c", 5, 20.0), ("d", 5, 30.0), ("e", 0, 99.0)):
+        retention.retain(np.arange(2), tenant, priority, until)
+
+    retention.ended(20.0)
+    assert retention.levels(np.arange(2)).tolist() == [6, 6]
+    retention.ended(30.0)
+    assert not retention
+
+
+def test_a_tenant_with_a_short_retention_does_not_cost_another_its_prefix() -> None:
+    """A prompt that another tenant retained first, for a shorter time, outlives other retained KV of lower priority."""
+    requests = _Requests()
+    requests.serve(1, tenant="a", retention_s=1.0)
+    requests.serve(1, tenant="b", retention_s=600.0, retention_priority=9)
+    requests.cluster.now += 2.0
+    requests.fill()
+
+    assert requests.serve(1, tenant="b") == 16
 
 
 def test_tenants_that_ask_for_more_get_equal_parts() -> None:
@@ -117,3 +166,60 @@ def test_the_default_share_is_half_of_the_cache() -> None:
 
     assert CoreConfig().retention_share == 0.5
     assert worker.pool.retention.num_blocks == _NUM_BLOCKS // 2
+
+
+def test_the_last_turn_of_a_session_ends_the_retention_of_the_earlier_turns() -> None:
+    """After a turn with `ends_session`, the KV of the session is evicted like any other."""
+    requests = _Requests()
+    requests.serve(1, session=b"agent", retention_s=600.0)
+    requests.serve(2, retention_s=600.0)
+    requests.serve(3, session=b"agent", ends_session=True)
+    requests.fill()
+
+    assert requests.serve(1) == 0
+    assert requests.serve(2) == 16
+
+
+def test_an_unnamed_session_ends_its_retention_too() -> None:
+    """A turn that extends the sequence of an earlier one belongs to the same session without a name."""
+    requests = _Requests()
+    requests.serve(1, retention_s=600.0)
+    requests.serve(1, 40, ends_session=True)
+    requests.fill()
+
+    assert requests.serve(1) == 0
+
+
+def test_the_last_turn_may_retain_its_own_kv() -> None:
+    """A retention time in the last turn of a session replaces that of the earlier turns."""
+    requests = _Requests()
+    requests.serve(1, session=b"agent", retention_s=600.0)
+    requests.serve(1, session=b"agent", ends_session=True, retention_s=60.0)
+    requests.fill()
+
+    assert requests.serve(1) == 16
+    requests.cluster.now += 61.0
+    requests.fill()
+    assert requests.serve(1) == 0
+
+
+def test_a_prefix_of_two_sessions_stays_when_one_of_them_ends() -> None:
+    """A block that another session of the tenant retains, too, stays until its time has passed."""
+    requests = _Requests()
+    requests.serve(1, session=b"one", retention_s=600.0)
+    requests.serve(1, session=b"two", retention_s=600.0)
+    requests.serve(2, session=b"two", ends_session=True)
+    requests.fill()
+
+    assert requests.serve(1) == 16
+
+
+def test_the_number_of_retained_blocks_falls_on_an_idle_worker() -> None:
+    """The metric shows the end of a retention although no plan is made."""
+    requests = _Requests()
+    requests.serve(1, retention_s=60.0)
+    assert [each.blocks_retained for each in requests.cluster.core.stats().workers] == [5]
+    requests.cluster.now += 61.0
+    requests.cluster.handle(ev.TimePassed())
+
+    assert [each.blocks_retained for each in requests.cluster.core.stats().workers] == [0]

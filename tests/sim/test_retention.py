@@ -12,37 +12,37 @@ from tests.examples import examples
 
 _NUM_BLOCKS = 24
 _SHARE = 0.5
-_MOST = _NUM_BLOCKS // 2
 _TENANTS = ("a", "b", "c")
 
 
 class RetentionMachine(RuleBasedStateMachine):
-    """Chains of blocks are cached, used, retained and evicted; each chain belongs to one tenant."""
+    """Chains of blocks are cached, used, retained and evicted; two tenants share each chain."""
+
+    share = _SHARE
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(_NUM_BLOCKS, retention_share=_SHARE)
+        self.pool = BlockPool(_NUM_BLOCKS, retention_share=self.share)
+        self.most = int(self.share * _NUM_BLOCKS)
         self.now = 0.0
         self.num_uses = 0
         self.num_keys = 0
-        self.chains: list[tuple[str, list[int]]] = []
-        """Tenant and cached blocks of each chain."""
+        self.chains: list[tuple[tuple[str, ...], list[int]]] = []
+        """Tenants and cached blocks of each chain."""
         self.used: dict[int, tuple[int, int]] = {}
         """By cached block, the time of its last use, and its negated position."""
-        self.until: dict[int, float] = {}
-        """By block, the latest time until which a request wanted to retain it."""
-        self.level: dict[int, int] = {}
-        """By block, the highest level that a request asked for while it was retained."""
+        self.claims: dict[tuple[int, str], tuple[float, int]] = {}
+        """By block and tenant, the time until which a request wanted to retain it, and the highest level."""
 
-    @rule(tenant=st.sampled_from(_TENANTS), count=st.integers(1, 6))
-    def publish(self, tenant: str, count: int) -> None:
+    @rule(absent=st.sampled_from(_TENANTS), count=st.integers(1, 6))
+    def publish(self, absent: str, count: int) -> None:
         """A request caches a new chain."""
         blocks = self._take(count)
         keys = b"".join((self.num_keys + each + 1).to_bytes(KEY_BYTES, "big") for each in range(count))
         self.num_keys += count
         self.pool.cache.publish(keys, blocks)
         self.pool.release(blocks, last_step=0, answered_step=0)
-        self.chains.append((tenant, blocks.tolist()))
+        self.chains.append((tuple(each for each in _TENANTS if each != absent), blocks.tolist()))
         self._use(blocks.tolist())
 
     @rule(count=st.integers(1, _NUM_BLOCKS))
@@ -64,26 +64,25 @@ class RetentionMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.chains)
     def retain(self, data: st.DataObject, priority: int, time: int) -> None:
         """A request retains the beginning of a chain: no less than before for its blocks, and no other tenant loses."""
-        tenant, chain = data.draw(st.sampled_from(self.chains))
+        tenants, chain = data.draw(st.sampled_from(self.chains))
+        tenant = data.draw(st.sampled_from(tenants))
         blocks = chain[: data.draw(st.integers(1, len(chain)))]
-        before = {each: self._num_retained(each) for each in _TENANTS}
-        levels = self._levels()
+        before = {each: self._num_held(each) for each in _TENANTS}
         self.pool.retain(np.array(blocks, np.intp), tenant, priority, self.now + time)
         for block in blocks:
-            known = self.until.get(block, 0.0) > self.now and levels[block] > 0
-            self.until[block] = max(self.until[block] if known else 0.0, self.now + time)
-            self.level[block] = max(self.level[block] if known else 0, priority + 1)
+            until, level = self.claims.get((block, tenant), (0.0, 0))
+            self.claims[block, tenant] = max(until, self.now + time), max(level, priority + 1)
         own = [self._levels()[block] for block in blocks]
         assert all(own[: len(own) - own.count(0)]), "a block is retained without the blocks before it"
-        assert all(not each or each == self.level[block] for each, block in zip(own, blocks, strict=True))
+        assert all(not each or each >= priority + 1 for each in own)
         for other in _TENANTS:
-            lost = before[other] - self._num_retained(other)
+            lost = before[other] - self._num_held(other)
             if lost > 0 and other != tenant:
-                num_tenants = sum(bool(self._num_retained(each)) for each in _TENANTS)
-                assert self._num_retained(other) >= _MOST // num_tenants, "a tenant lost blocks of its equal part"
-                assert self._num_retained(tenant) <= self._num_retained(other) + 1, "a larger tenant displaced it"
+                num_tenants = sum(bool(self._num_held(each)) for each in _TENANTS)
+                assert self._num_held(other) >= self.most // num_tenants, "a tenant lost blocks of its equal part"
+                assert self._num_held(tenant) <= self._num_held(other) + 1, "a larger tenant displaced it"
         if 0 in own:
-            assert sum(map(self._num_retained, _TENANTS)) > _MOST - len(_TENANTS), "there was room to retain more"
+            assert sum(map(self._num_held, _TENANTS)) > self.most - len(_TENANTS), "there was room to retain more"
 
     @rule(time=st.integers(1, 4))
     def pass_time(self, time: int) -> None:
@@ -91,9 +90,10 @@ class RetentionMachine(RuleBasedStateMachine):
         before = self._levels()
         self.now += time
         self.pool.end_retention(self.now)
+        due = {block for (block, _), (until, _) in self.claims.items() if until <= self.now}
+        self.claims = {key: claim for key, claim in self.claims.items() if claim[0] > self.now}
         for block, level in enumerate(self._levels()):
-            assert not level or self.until[block] > self.now, "a block is retained for too long"
-            assert level or not before[block] or self.until[block] <= self.now, "a retention ends early"
+            assert level == before[block] or block in due, "a retention ends early"
 
     def _take(self, count: int) -> IndexArray:
         """Take blocks; check that the right ones were evicted."""
@@ -105,9 +105,8 @@ class RetentionMachine(RuleBasedStateMachine):
         assert gone == set(order[:num_evicted])
         for block in gone:
             del self.used[block]
-            self.until.pop(block, None)
-            self.level.pop(block, None)
-        self.chains = [(tenant, [each for each in chain if each not in gone]) for tenant, chain in self.chains]
+        self.claims = {key: claim for key, claim in self.claims.items() if key[0] not in gone}
+        self.chains = [(tenants, [each for each in chain if each not in gone]) for tenants, chain in self.chains]
         self.chains = [each for each in self.chains if each[1]]
         return blocks
 
@@ -119,16 +118,28 @@ class RetentionMachine(RuleBasedStateMachine):
         found: list[int] = self.pool.retention.levels(np.arange(_NUM_BLOCKS)).tolist()
         return found
 
-    def _num_retained(self, tenant: str) -> int:
-        levels = self._levels()
-        return sum(levels[block] > 0 for owner, chain in self.chains if owner == tenant for block in chain)
+    def _num_held(self, tenant: str) -> int:
+        return self.pool.retention._by_tenant.get(tenant, 0)
 
     @invariant()
     def is_consistent(self) -> None:
-        """All tables agree, and no more than the share is retained."""
+        """All tables agree, and no more than the share is retained, at no higher level than requests asked for."""
         self.pool.validate([])
-        assert sum(level > 0 for level in self._levels()) <= _MOST
+        assert sum(level > 0 for level in self._levels()) <= self.most
+        for block, level in enumerate(self._levels()):
+            wanted = [claim[1] for (of, _), claim in self.claims.items() if of == block]
+            assert level <= max(wanted, default=0), "a block is retained for too long"
+            if self.share == 1.0:
+                assert level == max(wanted, default=0), "a tenant ended the retention of another one"
+
+
+class AmpleMachine(RetentionMachine):
+    """The same with room for all: each block is retained as long as one of its tenants wants."""
+
+    share = 1.0
 
 
 TestRetention = RetentionMachine.TestCase
 TestRetention.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
+TestAmpleRoom = AmpleMachine.TestCase
+TestAmpleRoom.settings = TestRetention.settings

@@ -18,6 +18,8 @@ from scheduler_svc.core.lifecycle.tables import FREE_STATE
 _RETAINING = (EndReason.STOP, EndReason.STOP_STRING, EndReason.LENGTH)
 _UNKNOWN = -1
 """Hash of an unknown text. It may be retained for ever."""
+_MOST_TENANTS = 2
+"""Number of tenants that can retain one block at the same time."""
 _APART = 2
 """Tolerance in steps, because the exact time at which a block becomes unused is not visible."""
 
@@ -114,11 +116,11 @@ class LeastRecentlyUsedGoFirst(Promise):
     """No block that is found in the cache was unused for longer than an evicted one, except for retained blocks.
 
     No retained block was evicted while another one was in the cache that is not retained. When the retention has ended,
-    the block is evicted like the others.
+    with its time or with its session, the block is evicted like the others.
 
     Failed rows and swapped-out KV remove blocks from the cache for other reasons. The check therefore covers only
     workers without host memory, until their first row failure. Retention is only checked with one worker. A block is
-    surely retained only if its tenant has a cache scope of its own, if all tenants together do not retain more than the
+    surely retained only if at most two tenants have asked for it, if all tenants together do not retain more than the
     share, and if a row still held the block when the retention began.
     """
 
@@ -130,31 +132,56 @@ class LeastRecentlyUsedGoFirst(Promise):
         self._applies = scenario.shares_prefixes and not has_boundaries and self.config.prefix_cache == "hash"
         self._has_hints = scenario.traffic.retained > 0
         self._tables = watched.tables
-        self._has_scopes = not scenario.traffic.shared_salt
         self._wanted: dict[int, float] = {}
         """By hash of a text, the time until which a request wanted to retain its KV."""
+        self._tenants: dict[int, set[str]] = {}
+        """By hash of a text, the tenants that have ever wanted to retain its KV."""
+        self._sessions: dict[int, set[tuple[str, bytes, bytes] | None]] = {}
+        """By hash of a text, the sessions of the requests that have wanted this since the last of them ended."""
         self._blocks: dict[Epoch, _Blocks] = {}
 
     def ended(self, stream: Stream) -> None:
-        if not stream.demand.retention_s or stream.end not in _RETAINING:
+        if stream.end not in _RETAINING:
             return
-        now = self.world.now
-        texts = prefix_hashes(stream.first_tokens(stream.num_known), stream.demand.salt)
+        now, demand = self.world.now, stream.demand
+        session = (demand.tenant, demand.salt, demand.session) if demand.session else None
+        if demand.ends_session and session is not None:
+            self._session_ended(session, now)
+        if not demand.retention_s:
+            return
+        texts = prefix_hashes(stream.first_tokens(stream.num_known), demand.salt)
         self._wanted[_UNKNOWN] = math.inf
         for text in texts:
-            self._wanted[text] = max(self._wanted.get(text, 0.0), now + stream.demand.retention_s)
+            self._wanted[text] = max(self._wanted.get(text, 0.0), now + demand.retention_s)
+            self._tenants.setdefault(text, set()).add(demand.tenant)
+            self._sessions.setdefault(text, set()).add(session)
         for epoch, blocks in self._blocks.items():
             size, most = epoch.model.block_size, int(self.config.retention_share * epoch.model.num_blocks)
             num_wanted = sum(until > now for until in self._wanted.values())
-            if num_wanted // size > most or not self._has_scopes or self.config.max_tokens_in_paged_kv_cache:
+            if num_wanted // size > most or self.config.max_tokens_in_paged_kv_cache:
                 blocks.retained.clear()
-                continue
-            if stream.end is EndReason.STOP_STRING:
                 continue
             ours = set(texts)
             for block in blocks.shared:
-                if blocks.texts[block] in ours and blocks.holders[block]:
-                    blocks.retained[block] = self._wanted[blocks.texts[block]]
+                if (text := blocks.texts[block]) not in ours:
+                    continue
+                if len(self._tenants[text]) > _MOST_TENANTS:
+                    blocks.retained.pop(block, None)
+                elif blocks.holders[block] and stream.end is not EndReason.STOP_STRING:
+                    blocks.retained[block] = max(blocks.retained.get(block, 0.0), now + demand.retention_s)
+
+    def _session_ended(self, session: tuple[str, bytes, bytes], now: float) -> None:
+        """Record that the retention by a session has ended, for texts that no other request wanted to retain."""
+        ended = [text for text, sessions in self._sessions.items() if session in sessions]
+        for text in ended:
+            if self._sessions[text] == {session}:
+                self._wanted[text] = min(self._wanted[text], now)
+                del self._sessions[text]
+        gone = set(ended)
+        for blocks in self._blocks.values():
+            blocks.retained = {
+                block: until for block, until in blocks.retained.items() if blocks.texts[block] not in gone
+            }
 
     def plan_made(self, plan: Plan, epoch: Epoch) -> None:
         if not self._applies or epoch.failed or epoch.model.num_host_blocks:

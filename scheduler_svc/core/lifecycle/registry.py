@@ -23,7 +23,7 @@ from scheduler_svc.core.queueing.backlog import Backlog
 from scheduler_svc.core.queueing.forecast import Forecast
 from scheduler_svc.core.queueing.policies import make_policy
 from scheduler_svc.core.queueing.session_gate import SessionGate
-from scheduler_svc.core.queueing.sessions import Sessions
+from scheduler_svc.core.queueing.sessions import Sessions, session_name
 from scheduler_svc.core.queueing.tenants import Tenants
 from scheduler_svc.core.requests.history import History, Story, story_of
 from scheduler_svc.core.requests.request import Request, RequestKey, RequestState, Wait, to_request
@@ -378,9 +378,8 @@ class RequestRegistry:
         self.ended[reason] += 1
         kept = num_generated if completion_tokens is None else completion_tokens
         num_tokens = request.spec.num_prompt_tokens + kept
-        if request.spec.retention_s and reason in _NATURAL_ENDS:
-            for worker in self._fleet:
-                worker.retain(request, num_tokens, now + request.spec.retention_s)
+        if reason in _NATURAL_ENDS and (request.spec.retention_s or request.spec.ends_session):
+            self._retain(request, num_tokens, now)
         if self.sessions is not None:
             self.sessions.ended(
                 request, num_tokens, now, is_complete=reason in _NATURAL_ENDS, find=partial(self._place, request)
@@ -414,6 +413,18 @@ class RequestRegistry:
                 request, ended if is_natural else None, keep=keep and (is_natural or reason in _UNFINISHED), now=now
             )
         self._effects.append(ended)
+
+    def _retain(self, request: Request, num_tokens: int, now: float) -> None:
+        """Retain the KV of a request that ends by itself, or end the retention by earlier turns of its session."""
+        names = (session_name(request), None if self.sessions is None else self.sessions.number(request))
+        # The name first, because it is the same for turns that run concurrently.
+        sessions = [each for each in names if each is not None]
+        for worker in self._fleet:
+            if request.spec.ends_session:
+                worker.pool.end_sessions(sessions)
+            if request.spec.retention_s:
+                until = now + request.spec.retention_s
+                worker.retain(request, num_tokens, until, sessions[0] if sessions else None)
 
     def _place(self, request: Request, num_tokens: int) -> tuple[int, int] | None:
         """Return the epoch and the cached device block that ends after `num_tokens` of the request's tokens, or None.

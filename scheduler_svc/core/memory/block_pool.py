@@ -18,7 +18,7 @@ its claim no longer matches the entry. Cached blocks are queued by last use (`re
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Protocol
 
 import numpy as np
@@ -158,13 +158,21 @@ class BlockPool:
         """
         return self._cached.oldest(most)
 
-    def retain(self, blocks: IndexArray, tenant: str, priority: int, until: float) -> None:
+    def retain(
+        self, blocks: IndexArray, tenant: str, priority: int, until: float, session: Hashable | None = None
+    ) -> None:
         """Retain blocks in the cache, see `Retention.retain`."""
-        self._set_levels(self.retention.retain(blocks, tenant, priority, until))
+        self._set_levels(self.retention.retain(blocks, tenant, priority, until, session))
 
     def end_retention(self, now: float) -> None:
         """End the retention of blocks for which it is due."""
         ended = self.retention.ended(now)
+        if len(ended):
+            self._set_levels(ended)
+
+    def end_sessions(self, sessions: Iterable[Hashable]) -> None:
+        """End the retention by sessions."""
+        ended = self.retention.end_sessions(sessions)
         if len(ended):
             self._set_levels(ended)
 

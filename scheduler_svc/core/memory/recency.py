@@ -41,6 +41,8 @@ class RecencyQueue:
         """For each block, its group's number; 0 if not in the queue. The number is the time of the last use times
         `_NUM_LEVELS`, plus the level.
         """
+        self._rank_of = np.zeros(num_blocks, np.int64)
+        """For each block in the queue, its place among the blocks that were last used together."""
         self._newest = 0
         """The newest time of use."""
         self._oldest = 0
@@ -55,6 +57,7 @@ class RecencyQueue:
         self._newest += 1
         number = self._newest * _NUM_LEVELS
         self._group_of[chain] = number
+        self._rank_of[chain] = np.arange(len(chain))
         # Copy, because `chain` may be a view of a long table.
         self._groups[number] = _Group(chain.copy(), len(chain))
 
@@ -63,6 +66,7 @@ class RecencyQueue:
         self._oldest -= 1
         number = self._oldest * _NUM_LEVELS
         self._group_of[chain] = number
+        self._rank_of[chain] = np.arange(len(chain))
         self._groups[number] = _Group(chain.copy(), len(chain))
         self._groups.move_to_end(number, last=False)
 
@@ -70,8 +74,7 @@ class RecencyQueue:
         """Move blocks in the queue to a level.
 
         Args:
-            blocks: in any order. Of the blocks of a group, those that move up have earlier positions than those that
-                stay, and those that move down have later positions than those that stay.
+            blocks: in any order.
             level: the level, at most `MAX_LEVEL`.
         """
         numbers = self._group_of[blocks]
@@ -88,8 +91,9 @@ class RecencyQueue:
             present = self._present(target, groups[target]) if target in groups else moved[:0]
             self._group_of[moved] = target
             self._shrink(number, len(moved))
-            is_up = level > number % _NUM_LEVELS
-            joined = np.concatenate((present, moved) if is_up else (moved, present))
+            joined = np.concatenate((present, moved))
+            if len(present):
+                joined = joined[np.argsort(self._rank_of[joined])]
             is_ordered &= not groups or target in groups or target > next(reversed(groups))
             groups[target] = _Group(joined, len(joined))
         if not is_ordered:

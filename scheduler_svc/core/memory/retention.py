@@ -2,28 +2,43 @@
 
 A retained block is evicted after all cached blocks that are not retained, and after retained blocks with a lower
 priority. A request retains the blocks of its sequence from the front, because a block is found only through those
-before it. A block counts for one tenant. Hints of other tenants have no effect on it.
+before it.
 
-All tenants together retain at most a part of the blocks. If they ask for more, no tenant retains more than an equal
-part while another one has less than it asks for. If there are more tenants than blocks, each retains at most one block,
+Tenants with a common prefix may retain the same block. The block counts for the tenant that retained it first, which
+*holds* it. One other tenant *waits* for the block, and holds it when the first retention ends. Until then, the higher
+of both priorities applies. If several tenants wait, the highest priority stays, then the retention that ends last.
+
+All tenants together hold at most a part of the blocks. If they ask for more, no tenant holds more than an equal
+part while another one has less than it asks for. If there are more tenants than blocks, each holds at most one block,
 and later tenants wait for room. The retention ends first for blocks with the lowest priority, then for
 those of the request that ended first, from the end of its sequence. They stay in the cache, in order of last use.
+
+The retention by a session ends with the session, except for blocks that another session of the tenant retains, too.
 """
 
 import math
-from collections import Counter, OrderedDict
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 
 from scheduler_svc.core.interface.arrays import NO_INDICES, BoolArray, IndexArray
 from shared.request_spec import MAX_RETENTION_PRIORITY
 
+_HELD, _WAITING = 0, 1
+"""Places of a record at a block."""
+_STALE = 64
+"""Number of stale entries tolerated in a heap, in addition to as many as there are valid ones."""
+
 
 @dataclass(slots=True)
 class _Record:
-    """Blocks that are retained equally."""
+    """Blocks that one request retains equally."""
 
+    number: int
+    """Earlier requests, and later positions of one request, have lower numbers."""
     tenant: str
     level: int
     """The priority plus 1."""
@@ -31,8 +46,10 @@ class _Record:
     """Time at which the retention ends, s."""
     blocks: IndexArray
     """In order of position. Some may have left the record."""
-    num_left: int
-    """Number of blocks that have not left."""
+    session: Hashable | None
+    """The session with which the retention ends; None for none or several."""
+    counts: list[int] = field(default_factory=lambda: [0, 0])
+    """Number of blocks that it holds, and for which it waits."""
 
 
 class Retention:
@@ -42,33 +59,41 @@ class Retention:
         """Retain nothing, and later at most the part `share` of the worker's `num_blocks`."""
         self._most = int(share * num_blocks)
         self._records: dict[int, _Record] = {}
-        """By number. The records of earlier requests, and of later positions, have lower numbers."""
+        """By number. Each has a block."""
         self._queues: dict[tuple[str, int], OrderedDict[int, None]] = {}
-        """Numbers of the records of each tenant and level, ascending; no entry is empty."""
-        self._record_of = np.zeros(num_blocks, np.int64)
-        """By block, the number of its record; 0 if it is not retained."""
-        self._levels = np.zeros(num_blocks, np.int8)
-        self._by_tenant: Counter[str] = Counter()
-        """Number of retained blocks; tenants without any have no entry."""
-        self._next_end = math.inf
-        """Lower bound on the next time at which a retention ends, s."""
+        """Numbers of the records of each tenant and level that hold blocks, ascending; no entry is empty."""
+        self._unordered: set[tuple[str, int]] = set()
+        """Tenants and levels whose numbers are not in order, because an earlier record holds blocks again."""
+        self._numbers = np.zeros((2, num_blocks), np.int64)
+        """By block, the numbers of the record that holds it and of the one that waits for it; 0 for none."""
+        self._levels = np.zeros((2, num_blocks), np.int8)
+        """The levels of these records."""
+        self._by_tenant: dict[str, int] = {}
+        """Number of held blocks; tenants without any have no entry."""
+        self.num_blocks = 0
+        """Number of retained blocks."""
+        self._by_session: dict[Hashable, set[int]] = {}
+        """Numbers of the records of each session; no entry is empty."""
+        self._ends: list[tuple[float, int]] = []
+        """Heap of the ends and numbers of records, some of which may be gone."""
+        self.next_end = math.inf
+        """Lower bound on the next time at which a retention ends, s; read-only."""
+        self._largest: list[tuple[int, str]] = []
+        """Heap of negated numbers of held blocks and tenants, some of which may be out of date."""
         self._last_number = 0
 
     def __bool__(self) -> bool:
         """Whether any block is retained."""
         return bool(self._records)
 
-    @property
-    def num_blocks(self) -> int:
-        """Number of retained blocks."""
-        return sum(self._by_tenant.values())
-
     def levels(self, blocks: IndexArray) -> IndexArray:
-        """Return the level of each block: 0 if it is not retained, otherwise its priority plus 1."""
-        found: IndexArray = self._levels[blocks].astype(np.intp)
+        """Return the level of each block: 0 if it is not retained, otherwise its highest priority plus 1."""
+        found: IndexArray = self._levels[:, blocks].max(0).astype(np.intp)
         return found
 
-    def retain(self, blocks: IndexArray, tenant: str, priority: int, until: float) -> IndexArray:
+    def retain(
+        self, blocks: IndexArray, tenant: str, priority: int, until: float, session: Hashable | None = None
+    ) -> IndexArray:
         """Retain the blocks of a sequence for a tenant, from the front, as far as it has room.
 
         Args:
@@ -77,134 +102,279 @@ class Retention:
             priority: at most `MAX_RETENTION_PRIORITY`. Blocks that the tenant retains already have at least their
                 former priority, and are retained at least as long.
             until: time at which the retention ends, s.
+            session: the session with which it ends.
 
         Returns:
             Blocks whose level may have changed.
         """
-        records = self._record_of[blocks]
-        is_ours = np.array([not each or self._records[each].tenant == tenant for each in records.tolist()], np.bool_)
-        own = blocks[is_ours]
-        if not len(own):
-            return own
-        parts = self._parts(own, priority + 1, until)
-        self._leave(own)
-        room, changed = self._make_room(tenant, len(own), priority + 1)
-        ends = np.cumsum([len(part) for part, _, _ in parts]).tolist()
-        for end, (part, level, part_until) in reversed(list(zip(ends, parts, strict=True))):
-            kept = part[: max(0, room - (end - len(part)))]
-            if len(kept):
-                self._add(_Record(tenant, level, part_until, kept, len(kept)))
-        return np.concatenate((own, changed))
+        level, first_new = priority + 1, self._last_number + 1
+        if not self._most:
+            return NO_INDICES
+        held, waiting = self._numbers[:, blocks]
+        holds = self._each(held, lambda record: record is None or record.tenant == tenant)
+        replaces = self._each(
+            waiting,
+            lambda record: record is None or record.tenant == tenant or (record.level, record.until) < (level, until),
+        )
+        place = np.where(holds, _HELD, _WAITING)[holds | replaces]
+        own = blocks[holds | replaces]
+        new: list[tuple[_Record, IndexArray, IndexArray]] = []
+        for start, end in reversed(self._runs(own, place, tenant)):
+            known = self._records.get(self._numbers.item(place.item(start), own.item(start)))
+            if known is None or known.tenant != tenant:
+                merged = level, until, session
+            else:
+                of = session if known.session == session else None
+                merged = max(level, known.level), max(until, known.until), of
+            self._last_number += 1
+            record = _Record(self._last_number, tenant, *merged[:2], own[start:end], merged[2])
+            at, free = place[start:end], self._numbers[_HELD, own[start:end]] == 0
+            self._move(record, _WAITING, own[start:end][at == _WAITING])
+            self._move(record, _HELD, own[start:end][(at == _HELD) & ~free])
+            new.append((record, own[start:end], own[start:end][free]))
+        room, lost = self._make_room(tenant, sum(len(part) for _, _, part in new), level, first_new)
+        ends = np.cumsum([len(part) for _, _, part in reversed(new)]).tolist()
+        for end, (record, run, part) in zip(reversed(ends), new, strict=True):
+            self._move(record, _HELD, part[: max(0, room - (end - len(part)))])
+            record.blocks = self._remaining(record.number, run)
+        return np.concatenate((own, lost))
 
-    def _parts(self, blocks: IndexArray, level: int, until: float) -> list[tuple[IndexArray, int, float]]:
-        """Return runs of blocks that are to be retained equally, each with its level and its end."""
-        records = self._record_of[blocks]
-        starts = [0, *(np.flatnonzero(records[1:] != records[:-1]) + 1).tolist()]
-        parts: list[tuple[IndexArray, int, float]] = []
-        for start, end in zip(starts, [*starts[1:], len(blocks)], strict=True):
-            old = self._records.get(records.item(start))
-            known = (level, until) if old is None else (max(level, old.level), max(until, old.until))
-            parts.append((blocks[start:end], *known))
-        return parts
+    def _runs(self, blocks: IndexArray, place: IndexArray, tenant: str) -> list[tuple[int, int]]:
+        """Return the starts and ends of runs of blocks that are to be retained equally."""
+        if not len(blocks):
+            return []
+        numbers = self._numbers[place, blocks]
+        numbers[~self._each(numbers, lambda record: record is not None and record.tenant == tenant)] = 0
+        starts = [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist()]
+        return list(zip(starts, [*starts[1:], len(blocks)], strict=True))
 
-    def _make_room(self, tenant: str, num_wanted: int, level: int) -> tuple[int, IndexArray]:
-        """End the retention of other blocks; return the room for the tenant's blocks, and those other blocks."""
-        wanted = self._by_tenant + Counter({tenant: num_wanted})  # Without entries of 0.
-        part = max(1, _equal_part(list(wanted.values()), self._most))
-        changed: list[IndexArray] = []
-        for each, count in wanted.items():
-            excess = count - part
-            while excess > 0:
-                number = self._least(each)
-                if each == tenant and (not number or self._records[number].level > level):
-                    num_wanted -= excess
-                    break
-                changed.append(self._present(number, self._records[number])[-excess:])
-                self._leave(changed[-1])
-                excess -= len(changed[-1])
-        return max(0, min(num_wanted, self._most - self.num_blocks)), np.concatenate([NO_INDICES, *changed])
+    def _each(self, numbers: IndexArray, holds: Callable[[_Record | None], bool]) -> BoolArray:
+        """Return for each number whether its record satisfies a condition."""
+        distinct, places = np.unique(numbers, return_inverse=True)
+        found: BoolArray = np.array([holds(self._records.get(each)) for each in distinct.tolist()], np.bool_)[places]
+        return found
 
-    def _least(self, tenant: str) -> int:
-        """Return the number of the tenant's record whose retention ends first if room is short; 0 if it has none."""
-        queues = (self._queues.get((tenant, level)) for level in range(1, MAX_RETENTION_PRIORITY + 2))
-        return next((next(iter(queue)) for queue in queues if queue), 0)
+    def _make_room(self, tenant: str, more: int, level: int, first_new: int) -> tuple[int, IndexArray]:
+        """End the retention of other blocks, so that a tenant can hold more.
+
+        Args:
+            tenant: the tenant.
+            more: number of further blocks that it asks for.
+            level: their level.
+            first_new: first number of the records with this request's blocks, which precede the further blocks.
+
+        Returns:
+            The number of further blocks for which there is room, and the blocks that were lost.
+        """
+        lost: list[IndexArray] = []
+        is_done = False
+        # Blocks that others wait for make no room when they are lost, so the parts are computed again.
+        while not is_done and self.num_blocks + more > self._most:
+            is_done = True
+            part, above = self._equal_part(tenant, more)
+            for each in above:
+                excess = self._by_tenant.get(each, 0) + (more if each == tenant else 0) - part
+                while excess > 0:
+                    record = self._least(each)
+                    if each == tenant and more and self._is_kept(record, level, first_new):
+                        count = min(excess, more)
+                        more -= count
+                    else:
+                        assert record is not None
+                        lost.append(self._present(record, _HELD)[-excess:])
+                        count = len(lost[-1])
+                        self._end(lost[-1])
+                    excess -= count
+                    is_done = False
+        return max(0, min(more, self._most - self.num_blocks)), np.concatenate([NO_INDICES, *lost])
+
+    def _is_kept(self, record: _Record | None, level: int, first_new: int) -> bool:
+        """Return whether further blocks have no precedence over the first record to lose blocks."""
+        return record is None or record.level > level or record.number >= first_new
+
+    def _equal_part(self, tenant: str, more: int) -> tuple[int, list[str]]:
+        """Return the number of blocks to which tenants with more are reduced, and these tenants.
+
+        Args:
+            tenant: a tenant that asks for further blocks.
+            more: their number.
+        """
+        own = self._by_tenant.get(tenant, 0) + more
+        short = self.num_blocks + more - self._most
+        above: list[str] = []
+        total, part = 0, 0
+        while self._largest or tenant not in above:
+            size, other = self._largest[0] if self._largest else (0, tenant)
+            if own >= -size and tenant not in above:
+                size, other = -own, tenant
+            elif other in above or self._by_tenant.get(other) != -size:
+                heappop(self._largest)
+                continue
+            if -size <= part:
+                break
+            above.append(other)
+            total -= size
+            part = max(1, (total - short) // len(above))
+        for each in above:
+            if each in self._by_tenant:
+                heappush(self._largest, (-self._by_tenant[each], each))
+        return part, above
+
+    def _least(self, tenant: str) -> _Record | None:
+        """Return the tenant's record that loses blocks first if room is short; None if the tenant holds nothing."""
+        levels = range(1, MAX_RETENTION_PRIORITY + 2)
+        key = next(((tenant, level) for level in levels if (tenant, level) in self._queues), None)
+        if key is None:
+            return None
+        if key in self._unordered:
+            self._unordered.discard(key)
+            self._queues[key] = OrderedDict.fromkeys(sorted(self._queues[key]))
+        return self._records[next(iter(self._queues[key]))]
 
     def ended(self, now: float) -> IndexArray:
-        """End the retentions that are due; return their blocks."""
-        if now < self._next_end:
+        """End the retentions that are due; return blocks whose level may have changed."""
+        if now < self.next_end:
             return NO_INDICES
-        due = [self._present(number, each) for number, each in self._records.items() if each.until <= now]
-        blocks = np.concatenate([NO_INDICES, *due])
-        self._leave(blocks)
-        self._next_end = min((each.until for each in self._records.values()), default=math.inf)
-        return blocks
+        due: dict[int, _Record] = {}
+        while self._ends and self._ends[0][0] <= now:
+            _, number = heappop(self._ends)
+            if (record := self._records.get(number)) is not None:
+                due[number] = record
+        self.next_end = self._ends[0][0] if self._ends else math.inf
+        return self._end_records(list(due.values()))
+
+    def end_sessions(self, sessions: Iterable[Hashable]) -> IndexArray:
+        """End the retention by sessions; return blocks whose level may have changed."""
+        numbers = [number for each in sessions for number in sorted(self._by_session.get(each, ()))]
+        return self._end_records([self._records[number] for number in numbers])
+
+    def _end_records(self, records: list[_Record]) -> IndexArray:
+        if not records:
+            return NO_INDICES
+        waiting, held = (
+            np.concatenate([self._present(each, place) for each in records]) for place in (_WAITING, _HELD)
+        )
+        self._leave(_WAITING, waiting)
+        self._end(held)
+        return np.concatenate((waiting, held))
 
     def forget(self, blocks: IndexArray) -> None:
         """Record that blocks have left the cache."""
         if self._records:
-            self._leave(blocks)
+            self._leave(_HELD, blocks)
+            self._leave(_WAITING, blocks)
 
-    def _add(self, record: _Record) -> None:
-        self._last_number += 1
-        self._records[self._last_number] = record
-        self._queues.setdefault((record.tenant, record.level), OrderedDict())[self._last_number] = None
-        self._record_of[record.blocks] = self._last_number
-        self._levels[record.blocks] = record.level
-        self._by_tenant[record.tenant] += record.num_left
-        self._next_end = min(self._next_end, record.until)
+    def _end(self, blocks: IndexArray) -> None:
+        """End the retention by the records that hold blocks. Those that wait for a block hold it now."""
+        self._leave(_HELD, blocks)
+        heirs = self._numbers[_WAITING, blocks]
+        for number in np.unique(heirs[heirs > 0]).tolist():
+            self._move(self._records[number], _HELD, blocks[heirs == number])
 
-    def _leave(self, blocks: IndexArray) -> None:
-        """Take blocks out of their records."""
-        records = self._record_of[blocks]
-        self._record_of[blocks] = 0
-        self._levels[blocks] = 0
-        numbers, counts = np.unique(records, return_counts=True)
+    def _move(self, record: _Record, place: int, blocks: IndexArray) -> None:
+        """Put a record in a place of blocks, instead of the record there. A record that holds a block does not wait."""
+        if not len(blocks):
+            return
+        self._leave(place, blocks)
+        if record.number not in self._records:
+            self._records[record.number] = record
+            if record.session is not None:
+                self._by_session.setdefault(record.session, set()).add(record.number)
+            heappush(self._ends, (record.until, record.number))
+            self.next_end = self._ends[0][0]
+            if len(self._ends) > 2 * len(self._records) + _STALE:
+                self._ends = [(each.until, number) for number, each in self._records.items()]
+                heapify(self._ends)
+        self._numbers[place, blocks] = record.number
+        self._levels[place, blocks] = record.level
+        record.counts[place] += len(blocks)
+        if place == _HELD:
+            key = record.tenant, record.level
+            queue = self._queues.setdefault(key, OrderedDict())
+            if queue and next(reversed(queue)) > record.number:
+                self._unordered.add(key)
+            queue[record.number] = None
+            self._count(record.tenant, len(blocks))
+            self._leave(_WAITING, blocks[self._numbers[_WAITING, blocks] == record.number])
+
+    def _leave(self, place: int, blocks: IndexArray) -> None:
+        """Take blocks out of the records in a place."""
+        numbers, counts = np.unique(self._numbers[place, blocks], return_counts=True)
+        self._numbers[place, blocks] = 0
+        self._levels[place, blocks] = 0
         for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
             if not number:
                 continue
             record = self._records[number]
-            record.num_left -= count
-            self._by_tenant[record.tenant] -= count
-            if not self._by_tenant[record.tenant]:
-                del self._by_tenant[record.tenant]
-            if not record.num_left:
+            record.counts[place] -= count
+            if place == _HELD:
+                self._count(record.tenant, -count)
+                if not record.counts[_HELD]:
+                    key = record.tenant, record.level
+                    del self._queues[key][number]
+                    if not self._queues[key]:
+                        del self._queues[key]
+                        self._unordered.discard(key)
+            if not any(record.counts):
                 del self._records[number]
-                queue = self._queues[record.tenant, record.level]
-                del queue[number]
-                if not queue:
-                    del self._queues[record.tenant, record.level]
-            elif 2 * record.num_left < len(record.blocks):
-                record.blocks = self._present(number, record)
+                if record.session is not None:
+                    self._by_session[record.session].discard(number)
+                    if not self._by_session[record.session]:
+                        del self._by_session[record.session]
+            elif 2 * sum(record.counts) < len(record.blocks):
+                record.blocks = self._remaining(number, record.blocks)
 
-    def _present(self, number: int, record: _Record) -> IndexArray:
-        is_left: BoolArray = self._record_of[record.blocks] == number
+    def _count(self, tenant: str, change: int) -> None:
+        """Change the number of blocks that a tenant holds."""
+        self.num_blocks += change
+        count = self._by_tenant.get(tenant, 0) + change
+        if count:
+            self._by_tenant[tenant] = count
+            heappush(self._largest, (-count, tenant))
+        else:
+            del self._by_tenant[tenant]
+        if len(self._largest) > 2 * len(self._by_tenant) + _STALE:
+            self._largest = [(-count, tenant) for tenant, count in self._by_tenant.items()]
+            heapify(self._largest)
+
+    def _remaining(self, number: int, blocks: IndexArray) -> IndexArray:
+        """Return those of the blocks that a record holds or waits for."""
+        is_left: BoolArray = (self._numbers[:, blocks] == number).any(0)
+        return blocks[is_left]
+
+    def _present(self, record: _Record, place: int) -> IndexArray:
+        """Return the blocks in one place of a record, in order of position."""
+        is_left: BoolArray = self._numbers[place, record.blocks] == record.number
         return record.blocks[is_left]
 
     def validate(self) -> None:
         """Check that records, blocks and counts agree."""
-        numbers, counts = np.unique(self._record_of[self._record_of > 0], return_counts=True)
-        assert dict(zip(numbers.tolist(), counts.tolist(), strict=True)) == {
-            number: each.num_left for number, each in self._records.items()
-        }, "a retained block is in no record"
-        assert {number for queue in self._queues.values() for number in queue} == set(self._records)
-        by_tenant: Counter[str] = Counter()
+        held, waiting = self._numbers
+        assert (held[waiting > 0] > 0).all(), "a record waits for a block that is not held"
+        by_tenant: dict[str, int] = {}
         for number, record in self._records.items():
-            present = self._present(number, record)
-            assert len(present) == record.num_left > 0, "a record is miscounted"
-            assert len(record.blocks) <= 2 * record.num_left
-            assert (self._levels[present] == record.level).all()
-            assert record.until >= self._next_end
-            assert number in self._queues[record.tenant, record.level]
-            by_tenant[record.tenant] += record.num_left
+            assert number == record.number
+            for place in (_HELD, _WAITING):
+                present = self._present(record, place)
+                assert len(present) == record.counts[place] == np.count_nonzero(self._numbers[place] == number)
+                assert (self._levels[place, present] == record.level).all()
+            waits = self._present(record, _WAITING)
+            assert all(self._records[each].tenant != record.tenant for each in held[waits].tolist())
+            assert len(record.blocks) <= 2 * sum(record.counts), "a record holds on to blocks that have left it"
+            assert (record.until, number) in self._ends
+            assert record.until >= self.next_end
+            assert (number in self._queues.get((record.tenant, record.level), ())) == (record.counts[_HELD] > 0)
+            if record.counts[_HELD]:
+                by_tenant[record.tenant] = by_tenant.get(record.tenant, 0) + record.counts[_HELD]
+        by_session = {(each.session, number) for number, each in self._records.items() if each.session is not None}
+        assert by_session == {(of, number) for of, numbers in self._by_session.items() for number in numbers}
+        assert all(self._by_session.values())
+        assert set(self._numbers.ravel().tolist()) - {0} == set(self._records), "a retained block is in no record"
+        assert all(self._queues.values())
+        assert all(list(queue) == sorted(queue) for key, queue in self._queues.items() if key not in self._unordered)
+        assert self._unordered <= self._queues.keys()
+        assert sum(map(len, self._queues.values())) == sum(each.counts[_HELD] > 0 for each in self._records.values())
         assert by_tenant == self._by_tenant
-        assert np.count_nonzero(self._levels) == by_tenant.total() <= self._most
-
-
-def _equal_part(wanted: list[int], room: int) -> int:
-    """Return the largest number such that `room` suffices if each gets what it wants, but at most this number."""
-    for index, each in enumerate(sorted(wanted)):
-        part = room // (len(wanted) - index)
-        if each > part:
-            return part
-        room -= each
-    return max(wanted, default=0)
+        assert all((-count, tenant) in self._largest for tenant, count in by_tenant.items())
+        assert np.count_nonzero(self._levels[_HELD]) == sum(by_tenant.values()) == self.num_blocks <= self._most
+        assert len(self._ends) <= 2 * len(self._records) + _STALE

@@ -300,7 +300,7 @@ class Sessions:
         """Assign a new request to the session that it continues, or to a new one; return a later turn."""
         kinds = self._kinds_of(request)
         slot, known = self._find(request, can_return=kinds[-1].num_returns > 0) or (-1, 0)
-        if (name := _name(request)) is not None:
+        if (name := session_name(request)) is not None:
             slot = self._named.get(name, slot)
         if slot < 0:
             self._begin(request, kinds, now, 1, name)
@@ -380,7 +380,7 @@ class Sessions:
             session.place = find(session.length if session.tail else session.stem_length)
             if request.spec.ends_session:
                 self._finish(slot)
-                if (name := _name(request)) is not None:
+                if (name := session_name(request)) is not None:
                     for other in [*self._branches.get(name, ()), *([self._named[name]] if name in self._named else ())]:
                         self._end_concurrent(other)
                 return
@@ -398,6 +398,10 @@ class Sessions:
         self._pausing[slot] = None
         self._pausing_of.setdefault(self._tenant(slot), OrderedDict())[slot] = None
         self._write(slot, session, request, _PAUSING, now, self._tenant(slot))
+
+    def number(self, request: Request) -> int | None:
+        """Return the number of a live request's session; None without one."""
+        return self._session(request.session).number if request.session >= 0 else None
 
     def time_passed(self, now: float) -> None:
         """Count the sessions as ended that have paused for long."""
@@ -727,7 +731,7 @@ def tenant_number(tenant: str) -> int:
     return zlib.crc32(tenant.encode())
 
 
-def _name(request: Request) -> SessionName | None:
+def session_name(request: Request) -> SessionName | None:
     """Return the name of the session that the client has given; None without one."""
     spec = request.spec
     return (spec.tenant, spec.cache_scope, spec.session) if spec.session else None

@@ -7,6 +7,7 @@ until the last such result arrives.
 
 import math
 from collections import Counter, deque
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -648,8 +649,11 @@ class Worker:
         blocks = self.pool.cache.match(self._keys(request)[: KEY_BYTES * num_blocks])
         return int(blocks[-1]) if 0 < len(blocks) == num_blocks else None
 
-    def retain(self, request: Request, num_tokens: int, until: float) -> None:
-        """Retain the cached blocks of a request's first tokens until a time, in s; see `Retention`."""
+    def retain(self, request: Request, num_tokens: int, until: float, session: Hashable | None) -> None:
+        """Retain the cached blocks of a request's first tokens until a time, in s, or the end of its session.
+
+        See `Retention`.
+        """
         # The recurrent state of a checkpoint cannot be retained, and blocks are of no use without it.
         if not self.shares_prefixes or self.checkpoints is not None:
             return
@@ -657,7 +661,7 @@ class Worker:
         if self.windows is not None:
             blocks = self.shared_blocks(Match(blocks[: self.windows.reach(blocks)]))
         if len(blocks):
-            self.pool.retain(blocks, request.spec.tenant, request.spec.retention_priority, until)
+            self.pool.retain(blocks, request.spec.tenant, request.spec.retention_priority, until, session)
 
     def prove_prefilled(self, rows: IndexArray) -> None:
         """Mark these rows' cached blocks as proven, so that others can copy from them.
