@@ -642,7 +642,9 @@ class SchedulingOptions(_message.Message):
     Default: a request that extends the whole sequence of an earlier one belongs to its session.
     """
     ends_session: _builtins.bool
-    """Whether this is the last turn of the session, so that memory for further turns is not set aside."""
+    """Whether this is the last turn of the session, so that memory for further turns is not set aside. The retention by
+    earlier turns ends, too.
+    """
     retention_priority: _builtins.int
     """Of retained KV, that with a lower priority is evicted first; in [0, 9]. Requires `retention`."""
     @_builtins.property

@@ -8,6 +8,7 @@ from google.protobuf.duration_pb2 import Duration
 from quire.v1 import generation_pb2 as v1
 from services.http.schema import JsonObject, SamplingBody, ScheduledBody
 from shared.errors import FieldViolation, InvalidRequestError
+from shared.request_spec import MAX_RETENTION_S
 
 _SEED_MASK = 2**64 - 1
 _SAMPLING = (
@@ -76,6 +77,8 @@ def fill_common(request: v1.GenerateRequest, body: SamplingBody, request_id: str
     if body.kept_prompt_tokens is not None:
         output.truncate_prompt_tokens = body.kept_prompt_tokens
     fill_scheduling(request.scheduling, body)
+    if body.retention_s is None and body.prompt_cache_retention == "24h":
+        request.scheduling.retention.CopyFrom(_duration(MAX_RETENTION_S))
     if body.expected_output_tokens is not None:
         request.scheduling.expected_output_tokens = body.expected_output_tokens
 

@@ -253,6 +253,10 @@ class StructuredOutputs(Body):
     whitespace: bool = Field(default=False, description=_WHITESPACE)
 
 
+CacheRetention = Literal["in_memory", "in-memory", "24h"] | None
+CACHE_RETENTION = Field(default=None, description="24h stands for retention_s 86400; in_memory is the default")
+
+
 class StreamOptions(Body):
     """Options of a stream."""
 
@@ -278,7 +282,9 @@ class ScheduledBody(Body):
     session_id: str | None = Field(
         default=None, description="name of the session, for example an agent's conversation, that this is a turn of"
     )
-    ends_session: bool = Field(default=False, description="this is the last turn of the session")
+    ends_session: bool = Field(
+        default=False, description="this is the last turn of the session; the retention by earlier turns ends"
+    )
     retention_s: Annotated[float, Field(gt=0, le=MAX_RETENTION_S)] | None = Field(
         default=None, description="time after the end of the request for which its KV is retained"
     )
@@ -383,7 +389,7 @@ class SamplingBody(QueuedBody, SamplingOptions):
     safety_identifier: Ignored = Field(default=None, description="accepted without effect")
     prompt_cache_key: Ignored = Field(default=None, description=_FOUND_BY_CONTENT)
     prompt_cache_options: Ignored = Field(default=None, description=_FOUND_BY_CONTENT)
-    prompt_cache_retention: Ignored = Field(default=None, description=_FOUND_BY_CONTENT)
+    prompt_cache_retention: CacheRetention = CACHE_RETENTION
     spaces_between_special_tokens: Ignored = Field(default=None, description="accepted without effect")
 
 

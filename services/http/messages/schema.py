@@ -15,7 +15,7 @@ _MAX_TOOLS = 512
 class CacheControl(OpenBody):
     """A cache breakpoint. Prefixes are found without it."""
 
-    type: str = "ephemeral"
+    type: Literal["ephemeral"] = "ephemeral"
     ttl: Literal["5m", "1h"] | None = Field(
         default=None, description="the longest one in the request is used as retention_s"
     )

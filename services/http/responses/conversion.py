@@ -55,6 +55,7 @@ def to_chat(body: ResponsesBody, earlier: list[Json]) -> ConvertedChat:
         "top_logprobs": body.top_logprobs if body.logprobs else None,
         **options_of(body, ScheduledBody),
         **options_of(body, SamplingOptions),
+        "prompt_cache_retention": body.prompt_cache_retention,
     }
     _refuse_own_tools(body.tools or ())
     tools = [

@@ -6,6 +6,8 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from services.http.schema import (
+    CACHE_RETENTION,
+    CacheRetention,
     Ignored,
     JsonObject,
     Metadata,
@@ -140,7 +142,7 @@ class ResponsesBody(ScheduledBody, SamplingOptions):
     personality: Ignored = Field(default=None, description=_NO_EFFECT)
     prompt_cache_key: Ignored = Field(default=None, description="accepted without effect: prefixes have no names")
     prompt_cache_options: Ignored = Field(default=None, description=_NO_EFFECT)
-    prompt_cache_retention: Ignored = Field(default=None, description=_NO_EFFECT)
+    prompt_cache_retention: CacheRetention = CACHE_RETENTION
     safety_identifier: Ignored = Field(default=None, description=_NO_EFFECT)
     service_tier: Ignored = Field(default=None, description=_NO_EFFECT)
     stream_options: Ignored = Field(default=None, description="accepted without effect: streams are not padded")

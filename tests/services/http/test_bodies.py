@@ -111,11 +111,22 @@ def test_options_that_cannot_matter_are_accepted() -> None:
         tools=[tool],
         stream=True,
         stream_options={"include_obfuscation": False},
-        prompt_cache_retention="24h",
         prompt_cache_options={"mode": "explicit"},
     )
 
     assert request == chat(tools=[WEATHER], stream=True)
+
+
+def test_a_cache_retention_of_openai_is_a_retention() -> None:
+    """`24h` retains the KV for a day, unless `retention_s` is given; `in_memory` is the default; others are refused."""
+    day = chat(prompt_cache_retention="24h").scheduling
+
+    assert day.retention.seconds == 86_400
+    assert chat(prompt_cache_retention="24h", retention_s=7).scheduling.retention.seconds == 7
+    for value in ("in_memory", "in-memory", None):
+        assert chat(prompt_cache_retention=value) == chat()
+    with pytest.raises(InvalidRequestError, match="prompt_cache_retention"):
+        chat(prompt_cache_retention="1h")
 
 
 def test_a_conversation_keeps_its_turns() -> None:

@@ -146,6 +146,12 @@ def test_an_unknown_lifetime_is_refused() -> None:
         body(messages=[USER], cache_control={"type": "ephemeral", "ttl": "2h"})
 
 
+def test_an_unknown_kind_of_breakpoint_is_refused() -> None:
+    """Only `ephemeral` breakpoints exist; the message names the field."""
+    with pytest.raises(InvalidRequestError, match=r"cache_control\.type"):
+        body(messages=[USER], cache_control={"type": "permanent"})
+
+
 def test_what_claude_code_sends_is_understood() -> None:
     """Its billing block, whose hash differs between requests, is not part of the prompt; server tools are omitted."""
     system = [

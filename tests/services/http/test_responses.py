@@ -29,6 +29,13 @@ def body(**fields: Any) -> ResponsesBody:
     return parse(ResponsesBody, json.dumps({"model": "m", "input": "hi"} | fields).encode())
 
 
+def test_a_cache_retention_works_as_in_chat() -> None:
+    """`prompt_cache_retention` is passed on, and its values are checked."""
+    assert to_chat(body(prompt_cache_retention="24h"), []).body["prompt_cache_retention"] == "24h"
+    with pytest.raises(InvalidRequestError, match="prompt_cache_retention"):
+        body(prompt_cache_retention="1h")
+
+
 def answered(
     text: str, reason: v1.FinishReason.ValueType, cut: int = 7, **fields: Any
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
