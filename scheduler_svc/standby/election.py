@@ -33,6 +33,10 @@ class LeaseError(Exception):
     """The store of the lease cannot be used now."""
 
 
+UNUSABLE = (LeaseError, LookupError, TypeError, ValueError, AttributeError)
+"""Errors of a store that cannot be used now. A store that responds with something else cannot be used either."""
+
+
 class LeaseStore(Protocol):
     """A lease for one holder in a store that several machines reach. Calls block for at most the given time."""
 
@@ -145,8 +149,8 @@ class Election:
         if self._tenure.number and self._tenure.held_until:
             try:
                 self._store.revoke(self._store.token, self.interval_s)
-            except LeaseError as error:
-                log.warning("leader lease: not released; it ends by itself", error=str(error))
+            except UNUSABLE as error:
+                log.warning("leader lease: not released; it ends by itself", error=repr(error))
         self._hold("")
         os.close(self.woken)
 
@@ -190,8 +194,7 @@ class Election:
                     else:
                         self._note_holder()
                         has_ended = self._watch()
-            # A store that responds with something else cannot be used either.
-            except (LeaseError, LookupError, TypeError, ValueError) as error:
+            except UNUSABLE as error:
                 if self._reaches_store:
                     log.warning("leader lease: its store cannot be used", error=repr(error))
                 self._reaches_store = False

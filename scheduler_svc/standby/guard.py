@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 
-from scheduler_svc.standby.election import LeaseError
+from scheduler_svc.standby.election import UNUSABLE
 from scheduler_svc.standby.stores import open_store
 from shared.logging import configure_logging, get_logger
 
@@ -65,8 +65,8 @@ def main() -> int:
     while token and time.monotonic() < end:
         try:
             store.revoke(token, _ATTEMPT_S)
-        except LeaseError as error:
-            get_logger().warning("leader lease: not revoked yet", error=str(error))
+        except UNUSABLE as error:
+            get_logger().warning("leader lease: not revoked yet", error=repr(error))
             time.sleep(_ATTEMPT_S / 5)
         else:
             get_logger().warning("leader lease: revoked, because the scheduler's process has died", holder=holder)

@@ -5,15 +5,17 @@ Both interfaces are plain HTTP with JSON. The standard library speaks it, so the
 
 import base64
 import http.client
+import io
 import json
 import math
 import os
+import socket
 import ssl
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 from scheduler_svc.standby.election import LeaseError, LeaseStore
@@ -24,6 +26,7 @@ _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Folder in which Kubernetes gives a pod its token, its namespace and the certificate of the API server."""
 _ANNOTATION = "quire.dev/leader-number"
 _MOST_BYTES = 1 << 20
+_MOST_NUMBER = (1 << 63) - 1
 _ATTEMPTS = 3
 _NOT_FOUND, _CONFLICT = 404, 409
 
@@ -92,7 +95,7 @@ class _Http:
             try:
                 connection.request(method, path, content, {"Content-Type": "application/json", **(headers or {})})
                 response = connection.getresponse()
-                found = json.loads(response.read(_MOST_BYTES) or b"{}")
+                found = _object(response.read(_MOST_BYTES))
                 if response.status < http.client.INTERNAL_SERVER_ERROR:
                     return response.status, found
                 failures.append(f"{server}: status {response.status}: {_message(found)}")
@@ -109,14 +112,11 @@ class _Http:
         Returns:
             Whether such a line arrived in time. If the server fails, it is asked last from then on.
         """
-        end = time.monotonic() + timeout_s
         connection = self._connect(self._servers[0], timeout_s)
         try:
             connection.request("POST", path, json.dumps(body).encode(), {"Content-Type": "application/json"})
             response = connection.getresponse()
-            while response.status == http.client.OK and (left_s := end - time.monotonic()) > 0:
-                if connection.sock is not None:
-                    connection.sock.settimeout(left_s)
+            while response.status == http.client.OK:
                 line = response.readline(_MOST_BYTES)
                 if part in line:
                     return True
@@ -131,9 +131,57 @@ class _Http:
         return False
 
     def _connect(self, server: str, timeout_s: float) -> http.client.HTTPConnection:
-        if self._tls is None:
-            return http.client.HTTPConnection(server, timeout=timeout_s)
-        return http.client.HTTPSConnection(server, timeout=timeout_s, context=self._tls)
+        connection = (
+            http.client.HTTPConnection(server, timeout=timeout_s)
+            if self._tls is None
+            else http.client.HTTPSConnection(server, timeout=timeout_s, context=self._tls)
+        )
+        end = time.monotonic() + timeout_s
+
+        def respond(sock: socket.socket, *args: Any, **options: Any) -> http.client.HTTPResponse:
+            return http.client.HTTPResponse(cast(socket.socket, _Until(sock, end)), *args, **options)
+
+        connection.response_class = cast(type[http.client.HTTPResponse], respond)
+        return connection
+
+
+class _Until(io.RawIOBase):
+    """Bytes of a socket that must arrive until a time.
+
+    A timeout of the socket itself starts again with every byte, so a server that sends slowly could block the election
+    for hours.
+
+    Args:
+        sock: the connected socket.
+        end: the time (`time.monotonic`).
+    """
+
+    def __init__(self, sock: socket.socket, end: float) -> None:
+        self._sock, self._end = sock, end
+        self._bytes = sock.makefile("rb", buffering=0)
+
+    def makefile(self, _mode: str) -> io.BufferedReader:
+        """Return the buffered bytes, as `http.client` requests them from a socket."""
+        return io.BufferedReader(self)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        """Read what has arrived.
+
+        Raises:
+            TimeoutError: the time has passed.
+        """
+        left_s = self._end - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("timed out")
+        self._sock.settimeout(left_s)
+        return self._bytes.readinto(buffer)
+
+    def close(self) -> None:
+        self._bytes.close()
+        super().close()
 
 
 class EtcdLease:
@@ -163,7 +211,7 @@ class EtcdLease:
             self._revision = int(found["header"]["revision"])
             self.holder = _text(held[0]["value"])
             return 0
-        stored = int(_text(last[0]["value"])) if last else 0
+        stored = _leader_number(_text(last[0]["value"])) if last else 0
         number = next_number(stored, highest, _now_ms())
         self._id = self._call("lease/grant", {"TTL": str(math.ceil(self._duration_s))}, timeout_s)["ID"]
         transaction = {
@@ -189,7 +237,9 @@ class EtcdLease:
     def renew(self, timeout_s: float) -> bool:
         """See `LeaseStore`."""
         found = self._call("lease/keepalive", {"ID": self._id}, timeout_s)
-        if int(found.get("result", {}).get("TTL", 0)) > 0:
+        if "result" not in found:  # A proxy has responded, or etcd with an error.
+            raise LeaseError(f"etcd: lease/keepalive: no result: {_message(found)}")
+        if int(found["result"].get("TTL", 0)) > 0:
             return True
         try:
             held = self._call("kv/range", {"key": self._leader}, timeout_s).get("kvs", [])
@@ -236,7 +286,7 @@ class KubernetesLease:
             self.holder = lease["spec"]["holderIdentity"]
             return 0
         spec, annotations = lease["spec"], lease["metadata"].setdefault("annotations", {})
-        number = next_number(int(annotations.get(_ANNOTATION, 0)), highest, _now_ms())
+        number = next_number(_leader_number(annotations.get(_ANNOTATION, "0")), highest, _now_ms())
         annotations[_ANNOTATION] = str(number)
         now = _now()
         spec |= {
@@ -350,13 +400,35 @@ def _kubernetes(
     return KubernetesLease(_Http([f"{host}:{port}"], tls), namespace, name, holder, duration_s, account / "token")
 
 
+def _object(content: bytes) -> Any:
+    """Return the JSON object of a response; an empty one for no content.
+
+    Raises:
+        ValueError: the content is something else.
+    """
+    try:
+        found = json.loads(content or b"{}")
+    except RecursionError:
+        raise ValueError("JSON that is nested too deeply") from None
+    if not isinstance(found, dict):
+        raise ValueError("JSON that is no object")
+    return found
+
+
+def _leader_number(text: str) -> int:
+    number = int(text)
+    if not 0 <= number < _MOST_NUMBER:
+        raise ValueError(f"{text[:32]!r} is no leader number")
+    return number
+
+
 def _values(response: Any) -> list[Any]:
     found: list[Any] = response["response_range"].get("kvs", [])
     return found
 
 
 def _message(found: Any) -> str:
-    return str(found.get("message", "")) if isinstance(found, dict) else ""
+    return str(found.get("message", ""))
 
 
 def _base64(text: str) -> str:

@@ -4,9 +4,11 @@ import contextlib
 import copy
 import json
 import shutil
+import socketserver
 import ssl
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -28,6 +30,26 @@ def etcd(folder: Path) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
         pytest.skip("etcd is not installed")
     with testbed.etcd(folder) as server:
         yield server.address, server.process
+
+
+@contextlib.contextmanager
+def responding(*parts: bytes, pause_s: float = 0.0) -> Iterator[tuple[str, list[bytes]]]:
+    """Run a server that sends these parts in response to every request; yield host and port, and the requests."""
+    requests: list[bytes] = []
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            requests.append(self.request.recv(1 << 16))
+            with contextlib.suppress(OSError):
+                for part in parts:
+                    self.request.sendall(part)
+                    time.sleep(pause_s)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield "{}:{}".format(*server.server_address), requests
+        server.shutdown()
 
 
 @dataclass(slots=True)

@@ -1,5 +1,7 @@
 """Promises of a leader lease in etcd or Kubernetes: one scheduler leads per number, and another one if it is lost."""
 
+import base64
+import json
 import os
 import signal
 import subprocess
@@ -18,7 +20,7 @@ import zmq
 
 from protos.quire.link.v1 import link_pb2
 from scheduler_svc.service import SchedulerService
-from scheduler_svc.standby.election import Election, LeaseError, LeaseStore
+from scheduler_svc.standby.election import UNUSABLE, Election, LeaseError, LeaseStore
 from scheduler_svc.standby.stores import open_store
 from scheduler_svc.standby.waiting import Succession
 from shared.config import ConfigError, SchedulerConfig
@@ -192,6 +194,74 @@ def test_a_standby_that_exits_does_not_wait_for_its_watch() -> None:
     assert not store.release.is_set()
     assert election.number == 0
     store.release.set()
+
+
+def _whole(content: bytes) -> bytes:
+    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(content), content)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"null",
+        b"[]",
+        b"[" * 200_000,
+        b'{"responses": [{"response_range": []}, {"response_range": []}]}',
+    ],
+    ids=["null", "list", "deep", "lists"],
+)  # fmt: skip
+def test_a_store_that_sends_something_else_is_asked_again(content: bytes) -> None:
+    """For example, a proxy in front of etcd sends something else for a while. The scheduler stands until it leads."""
+    with lease_servers.responding(_whole(content)) as (server, requests):
+        store = open_store(f"etcd://{server}/quire", "holder", DURATION_S)
+        with pytest.raises(UNUSABLE):
+            store.renew(TIMEOUT_S)
+        requests.clear()
+        election = Election(store, 0.1)
+        election.stand(0)
+
+        end = time.monotonic() + WAIT_S
+        while len(requests) < 3:
+            assert time.monotonic() < end, "the scheduler does not stand any more"
+            time.sleep(0.01)
+
+        assert not election.number
+        election.end()
+
+
+@pytest.mark.parametrize("number", [-1, 1 << 63])
+def test_a_stored_number_that_cannot_be_sent_is_refused(number: int) -> None:
+    """A leader with such a number would fail when it sends the number."""
+    value = base64.b64encode(str(number).encode()).decode()
+    stored = {"responses": [{"response_range": {}}, {"response_range": {"kvs": [{"value": value}]}}]}
+    with lease_servers.responding(_whole(json.dumps(stored).encode())) as (server, _):
+        store = open_store(f"etcd://{server}/quire", "holder", DURATION_S)
+
+        with pytest.raises(ValueError, match=f"'{number}' is no leader number"):
+            store.acquire(0, TIMEOUT_S)
+
+
+def test_a_response_that_says_nothing_about_the_lease_does_not_end_it() -> None:
+    """Otherwise a scheduler would exit because a proxy responds to one renewal."""
+    with lease_servers.responding(_whole(b'{"message": "not now"}')) as (server, _):
+        store = open_store(f"etcd://{server}/quire", "holder", DURATION_S)
+
+        with pytest.raises(LeaseError, match="not now"):
+            store.renew(TIMEOUT_S)
+
+
+def test_a_store_that_sends_slowly_does_not_hold_up_the_next_one() -> None:
+    """Each byte arrives in time; the whole response does not."""
+    slowly = [b"HTTP/1.1 200 OK\r\nContent-Length: 30\r\n\r\n", *[b" "] * 28, b"{}"]
+    good = _whole(b'{"result": {"TTL": "5"}}')
+    with (
+        lease_servers.responding(*slowly, pause_s=0.1) as (slow, _),
+        lease_servers.responding(good) as (quick, _),
+    ):
+        store = open_store(f"etcd://{slow},{quick}/quire", "holder", DURATION_S)
+
+        assert store.renew(2.0)
+        assert not open_store(f"etcd://{slow}/quire", "holder", DURATION_S).await_end(0.2)
 
 
 class _EndingLease:
