@@ -211,6 +211,8 @@ def of_service(name: str, service: Service) -> Costs:
         disk_latency_s=ASSUMED_LATENCY_S if times.disk is None else times.disk.latency_s,
         kv_token_bytes=worker.block_bytes // worker.block_size,
         kv_tokens=worker.num_blocks * worker.block_size,
+        host_tokens=worker.num_host_blocks * worker.block_size,
+        disk_tokens=worker.num_disk_blocks * worker.block_size,
         max_model_len=worker.model.max_model_len,
         block_size=worker.block_size,
         max_num_seqs=worker.max_rows,

@@ -6,6 +6,7 @@ Step contents are derived from plans as a worker does. Prompt block keys are com
 import heapq
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from measure.policies.costs import Costs, Work
 from measure.policies.engine import Ended, Engine, News, Step
 from measure.policies.jobs import Job, first_token
 from quire import __version__
-from records.whatif.disk import DiskTimes, SimulatedDisk
+from records.whatif.disk import DiskTimes, SimulatedDisk, StepClock
 from records.whatif.rows import Admitted, Rows, Shape
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.core.interface import events as ev
@@ -55,10 +56,11 @@ class QuireEngine(Engine):
         self._rows: list[Rows] = []
         disk_times = DiskTimes(read_s=costs.disk_block_s, write_s=costs.disk_block_s, latency_s=costs.disk_latency_s)
         self._disks = [SimulatedDisk(disk_times) for _ in self._names]
-        self._disk_events: list[tuple[float, int, ev.DiskReported, bool]] = []
-        """Queue of the ends of disk jobs and, later by the latency, of their reports: the time, a number, the report,
-        and whether it arrives.
-        """
+        # A worker whose copies stop the step is a CPU, which handles messages between steps.
+        self._clocks = [None if costs.copies_overlap else StepClock() for _ in self._names]
+        self._free_at = [0.0] * num_workers
+        self._disk_events: list[tuple[float, int, Callable[[float], None]]] = []
+        """Queue of orders of disk jobs, of their ends, and of their reports: the time, a number, and what happens."""
         self._num_disk_events = 0
         self._news = News()
         self._answers: dict[int, ev.StepDone] = {}
@@ -115,7 +117,8 @@ class QuireEngine(Engine):
 
     def due(self, now: float) -> Sequence[int]:
         while self._disk_events and self._disk_events[0][0] <= now:
-            self._disk_event(*heapq.heappop(self._disk_events))
+            when, _, act = heapq.heappop(self._disk_events)
+            act(when)
         if now >= self._ticked_at + PING_INTERVAL_S and not self._core.is_idle:
             self._ticked_at = now
             self._handle(ev.TimePassed(), now)
@@ -140,7 +143,15 @@ class QuireEngine(Engine):
             self._core.tidy()
         self.cpu_s += self._cpu_clock() - began
         self._receive(effects, now)
-        return None if plan is None else self._step(worker, plan)
+        if plan is None:
+            return None
+        step = self._step(worker, plan)
+        clock = self._clocks[worker]
+        if clock is not None:
+            begin = max(now, self._free_at[worker])
+            self._free_at[worker] = begin + self._costs.seconds(step.work)
+            clock.add(begin, self._free_at[worker])
+        return step
 
     def complete(self, step: Step, now: float, idle_s: float) -> None:
         answer = self._answers.pop(step.number)
@@ -179,30 +190,38 @@ class QuireEngine(Engine):
                 case ef.WorkerWelcomed():
                     self._handle(ev.DiskReported(worker=effect.worker, epoch=effect.epoch, is_complete=True), now)
                 case ef.DiskJobWanted():
-                    self._disks[self._peers[effect.worker]].order(effect.job)
-                    self._start_disk(effect.worker, effect.epoch, now)
+                    self._at(self._boundary(effect.worker, now), partial(self._order, effect))
                 case ef.WorkerRefused() | ef.WorkerUnknown():
                     raise AssertionError(f"the core declared a worker lost: {effect}")
+
+    def _boundary(self, worker: Peer, now: float) -> float:
+        """Return when a worker next handles messages."""
+        clock = self._clocks[self._peers[worker]]
+        return now if clock is None else clock.boundary(now)
+
+    def _at(self, when: float, act: Callable[[float], None]) -> None:
+        self._num_disk_events += 1
+        heapq.heappush(self._disk_events, (when, self._num_disk_events, act))
+
+    def _order(self, effect: ef.DiskJobWanted, now: float) -> None:
+        self._disks[self._peers[effect.worker]].order(effect.job)
+        self._start_disk(effect.worker, effect.epoch, now)
 
     def _start_disk(self, worker: Peer, epoch: int, now: float) -> None:
         started = self._disks[self._peers[worker]].start()
         if started is not None:
             job, seconds = started
             report = ev.DiskReported(worker=worker, epoch=epoch, copy_id=job.copy_id, seconds=seconds)
-            self._push_disk_event(now + seconds, report, arrives=False)
+            self._at(now + seconds, partial(self._disk_ended, report))
 
-    def _push_disk_event(self, when: float, report: ev.DiskReported, *, arrives: bool) -> None:
-        self._num_disk_events += 1
-        heapq.heappush(self._disk_events, (when, self._num_disk_events, report, arrives))
-
-    def _disk_event(self, when: float, _: int, report: ev.DiskReported, arrives: bool) -> None:
-        if arrives:
-            self._handle(report, when)
-            return
+    def _disk_ended(self, report: ev.DiskReported, now: float) -> None:
         disk = self._disks[self._peers[report.worker]]
         disk.ended()
-        self._push_disk_event(when + disk.latency_s, report, arrives=True)
-        self._start_disk(report.worker, report.epoch, when)
+        self._at(now + disk.latency_s, partial(self._send_report, report))
+        self._start_disk(report.worker, report.epoch, now)
+
+    def _send_report(self, report: ev.DiskReported, now: float) -> None:
+        self._at(self._boundary(report.worker, now), partial(self._handle, report))
 
     def _step(self, worker: int, plan: Plan) -> Step:
         """Return the step that a worker computes for a plan."""

@@ -85,7 +85,12 @@ class _Worker:
     rows: Rows
     in_flight: dict[int, tuple[float, Work]] = field(default_factory=dict)
     disk_jobs: dict[int, tuple[float, DiskJobSent, bool]] = field(default_factory=dict)
-    """Disk jobs without a report, by ID, with the time of the order, and whether it had to wait for others."""
+    """Disk jobs without a report, by ID, with the time of the order, and whether the job may have had to wait."""
+
+    def delays_disk(self, since: float) -> bool:
+        """Return whether messages for or from its disk may have waited for a step since a time."""
+        return self.member.hello.device.startswith("cpu") and (bool(self.in_flight) or self.answered > since)
+
     answered: float = 0.0
 
 
@@ -283,7 +288,7 @@ class _Pass:
         if work.num_rows:
             shape = work.shape._replace(drafts=int(verified.sum()))
             self._samples.append(
-                Sample(shape, at, worker.answered, now, overlap_s=max(0.0, done.copy_s - done.copy_delay_s))
+                Sample(shape, at, worker.answered, now, done.copy_s, min(done.copy_s, done.copy_delay_s))
             )
             self._timeline.step(work.num_rows, now - started, drafts=shape.drafts, accepted=int(accepted.sum()))
         worker.answered = now
@@ -300,15 +305,15 @@ class _Pass:
     def _disk_job_sent(self, job: DiskJobSent) -> None:
         worker = self._workers.get(job.worker)
         if worker is not None:
-            worker.disk_jobs[job.copy_id] = self._now, job, bool(worker.disk_jobs)
+            worker.disk_jobs[job.copy_id] = self._now, job, bool(worker.disk_jobs) or worker.delays_disk(self._now)
 
     def _disk_reported(self, report: ev.DiskReported) -> None:
         worker = self._workers.get(report.worker)
         sent = worker.disk_jobs.pop(report.copy_id, None) if worker is not None else None
-        if sent is not None and not report.failed:
+        if worker is not None and sent is not None and not report.failed:
             at, job, waited = sent
-            total_s = self._now - at
-            self._disk_samples.append(DiskSample(job.reads, job.num_blocks, report.seconds, total_s, waited))
+            waited |= worker.delays_disk(at)
+            self._disk_samples.append(DiskSample(job.reads, job.num_blocks, report.seconds, self._now - at, waited))
 
     # ---------------------------------------------------------------- the load
 

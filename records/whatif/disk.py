@@ -1,7 +1,9 @@
 """The disk of a simulated worker: how long jobs take, and in which order they run.
 
-Like a worker's thread, it runs one job at a time, reads first and other jobs in order. The content of files is not
-simulated: a read always succeeds. The disk is empty when the worker joins.
+Like a worker's thread, it runs one job at a time, reads first and other jobs in order. A worker on a CPU handles
+messages only between steps, so a job that is ordered during a step starts after the step, and a report waits for the
+end of a step, too. The content of files is not simulated: a read always succeeds. The disk is empty when the worker
+joins.
 
 The times are learned from the jobs in a record. Without any, a disk of 3 GB/s is assumed.
 """
@@ -29,7 +31,7 @@ class DiskSample(NamedTuple):
     total_s: float
     """From the order to the report."""
     waited: bool
-    """Whether other jobs were in progress when the job was ordered."""
+    """Whether the job or its report may have waited for other jobs or steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +43,7 @@ class DiskTimes:
     write_s: float
     """Per block that is written."""
     latency_s: float = 0.0
-    """Per job, from its order to its start and from its end to its report."""
+    """Per job, from its order to its start and from its end to its report, without waiting for jobs and steps."""
 
     def seconds(self, job: DiskJob) -> float:
         """Return the duration of a job."""
@@ -69,6 +71,24 @@ def learn(samples: Iterable[DiskSample]) -> DiskTimes | None:
     delays = sorted(max(0.0, each.total_s - each.seconds) for each in found if not each.waited)
     latency_s = delays[len(delays) // 2] if delays else 0.0
     return DiskTimes(read_s=block_s[True], write_s=block_s[False], latency_s=latency_s)
+
+
+class StepClock:
+    """The steps of a worker that handles messages only between steps."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[float, float]] = deque()
+        """Begin and end of each step, in order."""
+
+    def add(self, begin: float, end: float) -> None:
+        """Add a step that begins after all earlier ones."""
+        self._steps.append((begin, end))
+
+    def boundary(self, now: float) -> float:
+        """Return the end of the step in progress; `now` if there is none."""
+        while self._steps and self._steps[0][1] <= now:
+            self._steps.popleft()
+        return self._steps[0][1] if self._steps and self._steps[0][0] <= now else now
 
 
 class SimulatedDisk:

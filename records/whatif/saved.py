@@ -26,6 +26,7 @@ _FACTS = (
     "num_host_blocks",
     "num_disk_blocks",
     "block_bytes",
+    "device",
     "max_draft_tokens",
 )
 """Fields of a hello that a simulation needs, in addition to its model."""

@@ -7,7 +7,8 @@ the plan and the previous step's result is known.
 Workers verify drafts only if an `Acceptance` is given; see `acceptance`.
 
 Simplifications: the scheduler decides in no time, clients read every token immediately, grammars are already compiled,
-and workers begin with an empty prefix cache and an empty disk.
+no step is overdue (a worker is lost only when it was lost in the record), and workers begin with an empty prefix cache
+and an empty disk.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from records.whatif.acceptance import Acceptance, Drafting
-from records.whatif.disk import SimulatedDisk, assumed
+from records.whatif.disk import SimulatedDisk, StepClock, assumed
 from records.whatif.figures import Figures, Numbers, Timeline
 from records.whatif.load import Arrival, Member, most_members
 from records.whatif.rows import Admitted, Rows, Work
@@ -44,6 +45,8 @@ _STOP = _VOCAB - 1
 """Stop token for every request that ends with one; no other token has this number."""
 START_S = 1000.0
 """Core time at the beginning."""
+_LONG_STEP_S = 0.5
+"""The core is notified before longer steps, so that they are not overdue. Its shortest deadline is longer."""
 _JOIN_AGAIN_S = 1.0
 """Time after which a worker that the core considers lost reconnects."""
 _MOST_TURNS_WITHOUT_PROGRESS = 2_000_000
@@ -101,6 +104,8 @@ class _Worker:
     hello: ev.WorkerHello
     rows: Rows
     disk: SimulatedDisk | None = None
+    steps: StepClock | None = None
+    """Is None if the worker handles messages during steps."""
     epoch: int = 0
     is_answered_at: float = 0.0
     """When its newest step will be answered."""
@@ -333,6 +338,8 @@ class _Simulation:
         )
         self._workers[peer] = _Worker(hello, Rows(hello))
         if hello.num_disk_blocks:
+            if hello.device.startswith("cpu"):
+                self._workers[peer].steps = StepClock()
             times = self._times.disk or assumed(hello.block_bytes)
             self._workers[peer].disk = SimulatedDisk(times)
         self._feed(hello)
@@ -360,8 +367,17 @@ class _Simulation:
     def _disk_job(self, effect: ef.DiskJobWanted) -> None:
         worker = self._workers[effect.worker]
         assert worker.disk is not None, "a job for a worker without a disk"
-        worker.disk.order(effect.job)
-        self._start_disk(effect.worker)
+        self._at(self._boundary(worker), self._order, effect)
+
+    def _order(self, effect: ef.DiskJobWanted) -> None:
+        worker = self._workers.get(effect.worker)
+        if worker is not None and worker.disk is not None:
+            worker.disk.order(effect.job)
+            self._start_disk(effect.worker)
+
+    def _boundary(self, worker: _Worker) -> float:
+        """Return when a worker next handles messages."""
+        return self._now if worker.steps is None else worker.steps.boundary(self._now)
 
     def _start_disk(self, peer: Peer) -> None:
         worker = self._workers.get(peer)
@@ -376,8 +392,13 @@ class _Simulation:
         if worker is None or worker.disk is None:
             return
         worker.disk.ended()
-        self._at(self._now + worker.disk.latency_s, self._report, report)
+        self._at(self._now + worker.disk.latency_s, self._send_report, report)
         self._start_disk(report.worker)
+
+    def _send_report(self, report: ev.DiskReported) -> None:
+        worker = self._workers.get(report.worker)
+        if worker is not None:
+            self._at(self._boundary(worker), self._report, report)
 
     def _report(self, report: ev.DiskReported) -> None:
         if report.worker in self._workers:
@@ -434,7 +455,10 @@ class _Simulation:
         seconds = times.scattered(shape, self._rng.random()) * times.pace_at(self._now - START_S)
         earliest = self._now + times.link_s
         idle = max(0.0, earliest - worker.is_answered_at) if worker.is_answered_at else 0.0
-        worker.is_answered_at = max(worker.is_answered_at, earliest) + seconds
+        begin = max(worker.is_answered_at, earliest)
+        worker.is_answered_at = begin + seconds
+        if worker.steps is not None:
+            worker.steps.add(begin, worker.is_answered_at)
         if work.num_rows:
             self._timeline.step(work.num_rows, seconds, drafts=shape.drafts, accepted=num_accepted)
         answer = ev.StepDone(
@@ -458,6 +482,9 @@ class _Simulation:
         if self._watch is not None:
             self._watch(plan, answer)
         self._at(worker.is_answered_at, self._answer, answer)
+        if worker.is_answered_at - self._now > _LONG_STEP_S:
+            late_s = worker.is_answered_at - self._now + PING_INTERVAL_S
+            self._feed(ev.WorkerCompiling(worker=plan.worker, epoch=plan.epoch, expected_s=late_s))
 
     def _verify(self, drafting: Drafting, work: Work) -> tuple[Numbers, Numbers]:
         """Return the numbers of verified and accepted drafts for each row that samples."""

@@ -59,8 +59,10 @@ class Sample(NamedTuple):
     previous: float
     """When the result of the previous step came; 0 for the first step."""
     answered: float
-    overlap_s: float = 0.0
-    """Time of block copies that overlapped with the step."""
+    copy_s: float = 0.0
+    """Time of the block copies that the worker measured."""
+    copy_delay_s: float = 0.0
+    """The part of this time that delayed the step."""
 
 
 Spread: TypeAlias = tuple[tuple[float, tuple[float, ...]], ...]
@@ -214,8 +216,12 @@ def learn(samples: Sequence[Sample], begin: float | None = None, disk_samples: S
         raise StepTimesError(
             f"step times: the record has {len(samples)} answered steps; at least {MIN_STEPS} are needed"
         )
-    features = np.array([[1.0, *each.shape, each.shape.drafts > 0] for each in samples])
-    planned, previous, answered = np.array([(s.planned, s.previous, s.answered) for s in samples]).T
+    # The worker measures copies. The fit describes the rest of the step, because a few copies have little weight in it.
+    num_copied = sum(each.shape.copied_blocks for each in samples)
+    measures_copies = any(each.copy_s for each in samples)
+    shapes = [each.shape._replace(copied_blocks=0) if measures_copies else each.shape for each in samples]
+    features = np.array([[1.0, *shape, shape.drafts > 0] for shape in shapes])
+    planned, previous, answered = np.array([(s.planned, s.previous, s.answered - s.copy_delay_s) for s in samples]).T
     was_idle = planned >= previous
     link_s, keep = 0.0, np.ones(len(samples), np.bool_)
     coefficients = np.zeros(features.shape[1])
@@ -246,9 +252,12 @@ def learn(samples: Sequence[Sample], begin: float | None = None, disk_samples: S
         prefill_s=float(coefficients[2]),
         context_s=float(coefficients[3]),
         prefill_context_s=float(coefficients[4]),
-        block_copy_s=float(coefficients[5]),
-        block_overlap_s=sum(each.overlap_s for each in samples)
-        / max(1, sum(each.shape.copied_blocks for each in samples)),
+        block_copy_s=(
+            sum(each.copy_delay_s for each in samples) / max(1, num_copied)
+            if measures_copies
+            else float(coefficients[5])
+        ),
+        block_overlap_s=sum(each.copy_s - each.copy_delay_s for each in samples) / max(1, num_copied),
         draft_s=float(coefficients[6]),
         drafting_s=float(coefficients[7]),
         link_s=link_s,

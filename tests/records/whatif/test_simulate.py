@@ -365,6 +365,24 @@ def test_a_worker_that_was_lost_is_lost_again() -> None:
     assert figures.e2e.p50 > 0.5
 
 
+def test_a_long_step_loses_no_worker() -> None:
+    """One step in 100 takes 4 s instead of 10 ms, as if the machine stopped. No worker is given up."""
+    lost = []
+
+    class Watched(Scheduler):
+        def _give_up(self, worker: Any, reason: str, now: float, *, fatal: bool) -> None:
+            lost.append(reason)
+            super()._give_up(worker, reason, now, fatal=fatal)
+
+    times = replace(TIMES, spreads={"decode": ((0.0, (1.0,) * 99 + (400.0,)),), "prefill": ((0.0, (1.0,)),)})
+    arrivals = [_arrival(number, outputs=40) for number in range(60)]
+
+    found = simulate(arrivals, [WORKER], CoreConfig(max_num_seqs=8), times, make_core=Watched)
+
+    assert found.figures.duration_s > 6
+    assert lost == []
+
+
 def test_the_same_seed_gives_the_same_figures() -> None:
     """A simulation depends on its arguments only; another seed scatters the steps differently."""
     scattered = replace(TIMES, spreads={"decode": ((0.0, (0.5, 1.0, 1.5)),)})

@@ -174,7 +174,7 @@ def test_too_few_steps_are_refused() -> None:
 def test_copies_that_overlap_do_not_lengthen_steps() -> None:
     """The time of copies that ran concurrently with steps is known, although steps with copies are not longer."""
     samples = [
-        each._replace(shape=each.shape._replace(copied_blocks=number % 4), overlap_s=1e-4 * (number % 4))
+        each._replace(shape=each.shape._replace(copied_blocks=number % 4), copy_s=1e-4 * (number % 4))
         for number, each in enumerate(_samples(_known))
     ]
     times = learn(samples)
@@ -182,3 +182,20 @@ def test_copies_that_overlap_do_not_lengthen_steps() -> None:
     assert times.block_overlap_s == pytest.approx(1e-4)
     assert times.block_copy_s < 1e-6
     assert from_json(to_json(times)) == times
+
+
+def test_measured_copies_are_not_fitted() -> None:
+    """The worker's measurement of rare and short copies is used, although other steps scatter by more than a copy."""
+    samples = [
+        each._replace(
+            shape=each.shape._replace(copied_blocks=number % 50 == 0),
+            answered=each.answered + (1e-5 if number % 50 == 0 else 0.0),
+            copy_s=1e-5 if number % 50 == 0 else 0.0,
+            copy_delay_s=1e-5 if number % 50 == 0 else 0.0,
+        )
+        for number, each in enumerate(_samples(_known, scatter=0.5))
+    ]
+    times = learn(samples)
+
+    assert times.block_copy_s == pytest.approx(1e-5)
+    assert times.block_overlap_s == 0.0
