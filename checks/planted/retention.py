@@ -22,7 +22,7 @@ def hint_ignored(patch: pytest.MonkeyPatch) -> None:
 @bug("core", aim=both(_RETAINED, with_limits(retention_share=0.05)))
 def share_ignored(patch: pytest.MonkeyPatch) -> None:
     """A tenant may retain all blocks."""
-    patch.setattr(Retention, "_make_room", lambda self, tenant, more, level, first_new: (more, NO_INDICES))
+    patch.setattr(Retention, "_make_room", lambda self, tenant, more, *_: (more, NO_INDICES))
 
 
 @bug("retain.end", aim=_RETAINED)

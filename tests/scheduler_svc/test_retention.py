@@ -157,6 +157,27 @@ def test_more_tenants_than_room_leave_the_retention_of_earlier_ones() -> None:
     assert retention.levels(np.arange(9)).tolist() == [10] * 8 + [0]
 
 
+def test_a_sequence_with_windows_is_retained_whole_or_not_at_all() -> None:
+    """Without its last blocks, such a sequence is of no use; the earlier turn that is retained already stays."""
+    retention = Retention(16, 0.5)
+    retention.retain(np.arange(4), "a", 0, 10.0, whole=True)
+    retention.retain(np.array([0, 1, 2, 4, 5, 6, 7, 8, 9]), "a", 0, 10.0, whole=True)
+    retention.validate()
+
+    assert retention.levels(np.arange(10)).tolist() == [1] * 4 + [0] * 6
+
+
+def test_a_sequence_with_windows_loses_its_room_as_a_whole() -> None:
+    """A tenant that must reduce its part loses the oldest sequence with windows, and keeps the others complete."""
+    retention = Retention(16, 0.5)
+    retention.retain(np.arange(4), "a", 0, 10.0, whole=True)
+    retention.retain(np.arange(4, 8), "a", 0, 10.0, whole=True)
+    retention.retain(np.array([8]), "b", 0, 10.0, whole=True)
+    retention.validate()
+
+    assert retention.levels(np.arange(9)).tolist() == [0] * 4 + [1] * 5
+
+
 def test_the_default_share_is_half_of_the_cache() -> None:
     """Without configuration, at most half of a worker's blocks are retained."""
     requests = _Requests()

@@ -159,10 +159,17 @@ class BlockPool:
         return self._cached.oldest(most)
 
     def retain(
-        self, blocks: IndexArray, tenant: str, priority: int, until: float, session: Hashable | None = None
+        self,
+        blocks: IndexArray,
+        tenant: str,
+        priority: int,
+        until: float,
+        session: Hashable | None = None,
+        *,
+        whole: bool = False,
     ) -> None:
         """Retain blocks in the cache, see `Retention.retain`."""
-        self._set_levels(self.retention.retain(blocks, tenant, priority, until, session))
+        self._set_levels(self.retention.retain(blocks, tenant, priority, until, session, whole=whole))
 
     def end_retention(self, now: float) -> None:
         """End the retention of blocks for which it is due."""

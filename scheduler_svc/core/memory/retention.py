@@ -12,6 +12,7 @@ All tenants together hold at most a part of the blocks. If they ask for more, no
 part while another one has less than it asks for. If there are more tenants than blocks, each holds at most one block,
 and later tenants wait for room. The retention ends first for blocks with the lowest priority, then for
 those of the request that ended first, from the end of its sequence. They stay in the cache, in order of last use.
+With windows, a sequence is found only through the window blocks before its end. It is retained whole, or not at all.
 
 The retention by a session ends with the session, except for blocks that another session of the tenant retains, too.
 """
@@ -48,6 +49,8 @@ class _Record:
     """In order of position. Some may have left the record."""
     session: Hashable | None
     """The session with which the retention ends; None for none or several."""
+    is_whole: bool
+    """Whether all blocks are lost together, because the others are of no use without the last ones."""
     counts: list[int] = field(default_factory=lambda: [0, 0])
     """Number of blocks that it holds, and for which it waits."""
 
@@ -92,7 +95,14 @@ class Retention:
         return found
 
     def retain(
-        self, blocks: IndexArray, tenant: str, priority: int, until: float, session: Hashable | None = None
+        self,
+        blocks: IndexArray,
+        tenant: str,
+        priority: int,
+        until: float,
+        session: Hashable | None = None,
+        *,
+        whole: bool = False,
     ) -> IndexArray:
         """Retain the blocks of a sequence for a tenant, from the front, as far as it has room.
 
@@ -103,6 +113,8 @@ class Retention:
                 former priority, and are retained at least as long.
             until: time at which the retention ends, s.
             session: the session with which it ends.
+            whole: whether the first blocks are of no use without the last ones. If there is no room for all, those that
+                the tenant does not retain yet are not retained.
 
         Returns:
             Blocks whose level may have changed.
@@ -127,12 +139,16 @@ class Retention:
                 of = session if known.session == session else None
                 merged = max(level, known.level), max(until, known.until), of
             self._last_number += 1
-            record = _Record(self._last_number, tenant, *merged[:2], own[start:end], merged[2])
+            record = _Record(self._last_number, tenant, *merged[:2], own[start:end], merged[2], whole)
             at, free = place[start:end], self._numbers[_HELD, own[start:end]] == 0
             self._move(record, _WAITING, own[start:end][at == _WAITING])
             self._move(record, _HELD, own[start:end][(at == _HELD) & ~free])
             new.append((record, own[start:end], own[start:end][free]))
-        room, lost = self._make_room(tenant, sum(len(part) for _, _, part in new), level, first_new)
+        more = sum(len(part) for _, _, part in new)
+        before = sum(record.counts[_HELD] for record, _, _ in new) if whole else None
+        room, lost = self._make_room(tenant, more, level, first_new, before)
+        if whole and room < more:
+            room = 0
         ends = np.cumsum([len(part) for _, _, part in reversed(new)]).tolist()
         for end, (record, run, part) in zip(reversed(ends), new, strict=True):
             self._move(record, _HELD, part[: max(0, room - (end - len(part)))])
@@ -154,7 +170,9 @@ class Retention:
         found: BoolArray = np.array([holds(self._records.get(each)) for each in distinct.tolist()], np.bool_)[places]
         return found
 
-    def _make_room(self, tenant: str, more: int, level: int, first_new: int) -> tuple[int, IndexArray]:
+    def _make_room(
+        self, tenant: str, more: int, level: int, first_new: int, before: int | None
+    ) -> tuple[int, IndexArray]:
         """End the retention of other blocks, so that a tenant can hold more.
 
         Args:
@@ -162,6 +180,7 @@ class Retention:
             more: number of further blocks that it asks for.
             level: their level.
             first_new: first number of the records with this request's blocks, which precede the further blocks.
+            before: number of the tenant's blocks that the further blocks need; None if a part of these is of use.
 
         Returns:
             The number of further blocks for which there is room, and the blocks that were lost.
@@ -172,6 +191,9 @@ class Retention:
         while not is_done and self.num_blocks + more > self._most:
             is_done = True
             part, above = self._equal_part(tenant, more)
+            if before is not None and before + more > part:
+                more, before, is_done = 0, None, False
+                continue
             for each in above:
                 excess = self._by_tenant.get(each, 0) + (more if each == tenant else 0) - part
                 while excess > 0:
@@ -181,7 +203,8 @@ class Retention:
                         more -= count
                     else:
                         assert record is not None
-                        lost.append(self._present(record, _HELD)[-excess:])
+                        present = self._present(record, _HELD)
+                        lost.append(present if record.is_whole else present[-excess:])
                         count = len(lost[-1])
                         self._end(lost[-1])
                     excess -= count

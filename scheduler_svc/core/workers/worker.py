@@ -661,7 +661,8 @@ class Worker:
         if self.windows is not None:
             blocks = self.shared_blocks(Match(blocks[: self.windows.reach(blocks)]))
         if len(blocks):
-            self.pool.retain(blocks, request.spec.tenant, request.spec.retention_priority, until, session)
+            tenant, priority = request.spec.tenant, request.spec.retention_priority
+            self.pool.retain(blocks, tenant, priority, until, session, whole=self.windows is not None)
 
     def prove_prefilled(self, rows: IndexArray) -> None:
         """Mark these rows' cached blocks as proven, so that others can copy from them.
