@@ -9,11 +9,13 @@ it.
 `Turns` grants places to principals in turn, so a principal with many waiting tasks delays another principal by at most
 one task.
 
-Connections are counted and heads are parsed before the principal is known, so their shares are per client address.
+Connections are counted, heads are parsed and gRPC requests are received before they are known to be worth anything, so
+their shares are per client address.
 """
 
 import asyncio
 import contextlib
+import ipaddress
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -248,6 +250,8 @@ class Shares:
     """Bytes of HTTP bodies that are being received or wait to be parsed."""
     large_bodies: Turns
     """The event loop, for parsing a large body."""
+    slow_requests: Share
+    """gRPC requests that arrive slowly, by address."""
     slices: Slices
     """The event loop, for large answers."""
     connections: Share
@@ -260,10 +264,28 @@ class Shares:
     """Grammars in, or waiting for, a second trial."""
 
     def __iter__(self) -> Iterator[Share]:
-        return iter((self.calls, self.body_bytes, self.connections, self.trials, self.costly_trials))
+        return iter(
+            (self.calls, self.body_bytes, self.slow_requests, self.connections, self.trials, self.costly_trials)
+        )
+
+
+def owner_of(address: str) -> str:
+    """Return the key to which a client's address is charged: the address, or the first half of an IPv6 address.
+
+    A machine with IPv6 can usually use all addresses with the same first half.
+    """
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    if parsed.version == 4:
+        return address
+    return str(parsed.ipv4_mapped or ipaddress.ip_network((int(parsed), 64), strict=False))
 
 
 _MAX_BODY_BYTES = 512 << 20
+_MAX_SLOW_REQUESTS = 64
+"""A request has at most 8 MiB, so that slow requests have as many bytes as HTTP bodies."""
 _MAX_TRIALS = 64
 _MAX_COSTLY_TRIALS = 16
 MOST = 8
@@ -278,6 +300,7 @@ def make_shares(max_calls: int, max_connections: int) -> Shares:
         calls=Share("calls in progress", max_calls, weight=MOST),
         body_bytes=Share("bytes of bodies", _MAX_BODY_BYTES, weight=_HALF),
         large_bodies=Turns(),
+        slow_requests=Share("slow requests", _MAX_SLOW_REQUESTS, weight=_HALF),
         slices=Slices(),
         connections=Share("connections", max_connections, weight=MOST),
         parsing=Pace(),

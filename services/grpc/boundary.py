@@ -4,13 +4,19 @@ gRPC returns INTERNAL or UNKNOWN, without details, if a request does not parse o
 `tolerant_parser` yields a `MalformedRequest` instead of raising, and a guard wraps every handler. Only the guard
 authenticates callers, maps errors to statuses, logs unexpected errors and counts calls. It rejects calls beyond a
 principal's share before any other work.
+
+gRPC itself receives the request of a call before its handler starts, without limits of time and number: a client that
+sends all but the last byte of many requests would fill the memory. Therefore the wrapped handlers are those of streams,
+which read the request themselves (`Receiver`) after the caller is authenticated.
 """
 
+import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+from urllib.parse import unquote
 
 import grpc
 from google.protobuf import empty_pb2
@@ -20,7 +26,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from grpc import aio
 
 from services.access.principals import CURRENT, Principals
-from services.access.shares import SMALL_REQUEST_BYTES, Shares
+from services.access.shares import SMALL_REQUEST_BYTES, Share, Shares, owner_of
 from services.access.tls import grpc_names
 from services.calls.context import Caller
 from services.calls.load_reports import TRAILER, LoadReports
@@ -35,6 +41,10 @@ OUR_METHODS = ("/quire.", "/vllm.grpc.engine.")
 ADMIN_METHODS = "/quire.admin."
 """Prefix of the operator methods, which are exempt from the limit of concurrent calls."""
 
+_FAST_S = 1.0
+"""Time within which a request arrives unless its client is slow, s."""
+_RECEIVE_TIMEOUT_S = 60.0
+"""Maximum time to receive a request, s; equal to that for an HTTP body."""
 _LENGTH_DELIMITED = 2
 """Wire type of length-delimited fields."""
 _MAX_NESTING = 8
@@ -75,6 +85,7 @@ class Boundary(aio.ServerInterceptor):
         self._principals = principals
         self._on_outcome = on_outcome
         self._shares = shares
+        self._receiver = Receiver(shares.slow_requests)
 
     async def intercept_service(
         self,
@@ -84,21 +95,22 @@ class Boundary(aio.ServerInterceptor):
         """Return the handler wrapped in the guard, with tolerant_parser parsing."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
-        if handler is None or not method.startswith(OUR_METHODS):
+        if handler is None:
             return handler
-        # The deserializer of generated code is the bound `FromString` of the request's class.
-        parse = tolerant_parser(getattr(handler.request_deserializer, "__self__"))  # noqa: B009
-        if handler.request_streaming:
-            return grpc.stream_stream_rpc_method_handler(
-                self._guard(method, handler.stream_stream), parse, handler.response_serializer
-            )
-        if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(
-                self._guard(method, handler.unary_stream), parse, handler.response_serializer
-            )
-        return grpc.unary_unary_rpc_method_handler(
-            self._guard(method, handler.unary_unary), parse, handler.response_serializer
+        serve = handler.stream_stream or handler.unary_stream or handler.unary_unary
+        parse, write = handler.request_deserializer, handler.response_serializer
+        wrap = (
+            grpc.stream_stream_rpc_method_handler
+            if handler.response_streaming
+            else grpc.stream_unary_rpc_method_handler
         )
+        if not method.startswith(OUR_METHODS):
+            receive = self._receiver.streaming if handler.request_streaming else self._receiver.single
+            return wrap(receive(serve), parse, write)
+        # The deserializer of generated code is the bound `FromString` of the request's class.
+        parse = tolerant_parser(getattr(parse, "__self__"))  # noqa: B009
+        guarded = self._guard(method, serve, is_single=not handler.request_streaming)
+        return wrap(guarded, parse, write)
 
     def _identify(self, method: str, context: Context) -> str:
         """Authenticate the caller, check its permission for the method, set `CURRENT`, and return its name.
@@ -115,14 +127,17 @@ class Boundary(aio.ServerInterceptor):
         CURRENT.set(principal)
         return principal.name
 
-    def _guard(self, method: str, handler: Any) -> Any:
+    def _guard(self, method: str, handler: Any, *, is_single: bool) -> Any:
         name = method.rpartition("/")[2]
         limited = not method.startswith(ADMIN_METHODS)
 
-        async def guarded(request: Message | MalformedRequest, context: Context) -> object:
+        async def guarded(requests: AsyncIterator[Any], context: Context) -> object:
             code, failure, began = "", None, time.monotonic()
+            request: Any = requests
             try:
                 principal = self._identify(method, context)
+                if is_single:
+                    request = await self._receiver.receive(context)
                 with self._shares.calls.holding(principal) if limited else contextlib.nullcontext():
                     if isinstance(request, Message) and request.ByteSize() > SMALL_REQUEST_BYTES:
                         await self._shares.large_bodies.begin_work(principal)
@@ -153,6 +168,77 @@ class Boundary(aio.ServerInterceptor):
             return None
 
         return guarded
+
+
+class Receiver:
+    """Receives requests; limits how many may arrive slowly, and how slowly."""
+
+    def __init__(self, slow: Share) -> None:
+        self._slow = slow
+
+    async def receive(self, context: Context, *, may_end: bool = False) -> Any:
+        """Return the next request of a call; EOF after the last one if the call may end here.
+
+        Raises:
+            InvalidRequestError: the client ended the call without a request, or sends it too slowly.
+            OverloadedError: too many requests arrive slowly from the client's address.
+        """
+        # The reading is never cancelled, because gRPC would write to its memory. It ends with the call.
+        reading = asyncio.ensure_future(context.read())
+        reading.add_done_callback(_retrieve_exception)
+        # After a stall of this process, the first wait ends even if the request has arrived. The second does not.
+        for _ in range(2):
+            if not reading.done():
+                await asyncio.wait((reading,), timeout=_FAST_S / 2)
+        if not reading.done():
+            with self._slow.holding(owner_of(_address_of(context.peer()))):
+                await asyncio.wait((reading,), timeout=_RECEIVE_TIMEOUT_S)
+        if not reading.done():
+            what = f"not complete after {_RECEIVE_TIMEOUT_S:g} s; send it without pauses"
+            raise InvalidRequestError(FieldViolation("request", what))
+        request = reading.result()
+        if request is aio.EOF and not may_end:
+            raise InvalidRequestError(FieldViolation("request", "missing; send one message"))
+        return request
+
+    def single(self, handler: Any) -> Any:
+        """Return a handler that receives one request for a handler of another service."""
+
+        async def received(_: AsyncIterator[Any], context: Context) -> object:
+            try:
+                request = await self.receive(context)
+            except QuireError as error:
+                await context.abort_with_status(to_status(error))
+            return await handler(request, context)
+
+        return received
+
+    def streaming(self, handler: Any) -> Any:
+        """Return a handler that receives the requests for a handler of another service, which streams responses."""
+
+        async def requests(context: Context) -> AsyncIterator[Any]:
+            try:
+                while (request := await self.receive(context, may_end=True)) is not aio.EOF:
+                    yield request
+            except QuireError as error:
+                await context.abort_with_status(to_status(error))
+
+        async def received(_: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
+            async for response in handler(requests(context), context):
+                yield response
+
+        return received
+
+
+def _address_of(peer: str) -> str:
+    """Return the address in gRPC's name of a peer, such as "ipv4:127.0.0.1:50000" or "ipv6:%5B::1%5D:50000"."""
+    return unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]")
+
+
+def _retrieve_exception(reading: "asyncio.Future[Any]") -> None:
+    """Retrieve the exception, so that asyncio does not report it as never retrieved."""
+    if not reading.cancelled():
+        reading.exception()
 
 
 def make_caller(context: Context, operation: Operation) -> Caller:

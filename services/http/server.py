@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import ipaddress
 import socket
 import time
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from starlette.applications import Starlette
 from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, ASGISendEvent, Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from services.access.shares import Shares
+from services.access.shares import Shares, owner_of
 from services.access.tls import ServerTls, http_names
 from services.http.request_head import HeadError, check_head
 
@@ -116,7 +115,7 @@ class _Protocol(HttpToolsProtocol):
         """Start a connection, after the TLS handshake."""
         super().connection_made(transport)
         if self._shares is not None:
-            address = _owner(transport.get_extra_info("peername"))
+            address = owner_of(str((transport.get_extra_info("peername") or ("",))[0]))
             if self._shares.connections.take(address):
                 self._address = address
                 self._shares.parsing.charge(address, _REQUEST_S)
@@ -384,21 +383,6 @@ def _until_close(cycle: RequestResponseCycle, app: ASGI3Application) -> ASGI3App
         await app(scope, receive, send_unchunked)
 
     return run
-
-
-def _owner(peer: tuple[Any, ...] | None) -> str:
-    """Return the key to which an address is charged: the address, or the first half of an IPv6 address.
-
-    A machine with IPv6 can usually use all addresses with the same first half.
-    """
-    text = str((peer or ("",))[0])
-    try:
-        address = ipaddress.ip_address(text)
-    except ValueError:
-        return text
-    if address.version == 4:
-        return text
-    return str(address.ipv4_mapped or ipaddress.ip_network((int(address), 64), strict=False))
 
 
 def listening_socket(host: str, port: int) -> socket.socket:

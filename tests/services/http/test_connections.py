@@ -11,8 +11,8 @@ import pytest
 from grpc import aio
 
 from services import frontend
+from services.access.shares import owner_of
 from services.http import server
-from services.http.server import _owner
 from tests.services.stack import PATIENCE_S, Stack, TestCore, running_stack
 
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -313,8 +313,6 @@ def test_grpc_connections_leave_descriptors_to_others(tmp_path: Path, monkeypatc
 
 def test_addresses_of_one_network_share() -> None:
     """An IPv6 address counts as its /64 network; an IPv4 address counts as itself in any notation."""
-    assert (
-        _owner(("2001:db8::1:2:3", 1, 0, 0)) == _owner(("2001:db8::9", 2, 0, 0)) != _owner(("2001:db8:0:1::9", 2, 0, 0))
-    )
-    assert _owner(("10.0.0.1", 1)) == _owner(("::ffff:10.0.0.1", 1, 0, 0)) != _owner(("10.0.0.2", 1))
-    assert _owner(None) == _owner(("",)) == ""
+    assert owner_of("2001:db8::1:2:3") == owner_of("2001:db8::9") != owner_of("2001:db8:0:1::9")
+    assert owner_of("10.0.0.1") == owner_of("::ffff:10.0.0.1") != owner_of("10.0.0.2")
+    assert owner_of("") == ""
