@@ -112,6 +112,27 @@ def test_a_long_text_does_not_block_the_event_loop(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_many_short_texts_do_not_block_the_event_loop(tmp_path: Path) -> None:
+    """A call with 2,048 inputs encodes them one after the other; other work runs in between."""
+    tokenizer = load_tokenizer(write_model(tmp_path, byte_level()))
+
+    async def main() -> None:
+        turns = 0
+
+        def turn() -> None:
+            nonlocal turns
+            turns += 1
+            asyncio.get_running_loop().call_soon(turn)
+
+        turn()
+        for _ in range(100):
+            assert len(await tokenizer.encode("x" * INLINE_CHARACTERS)) >= 1
+        assert turns > 10
+
+    asyncio.run(main())
+    tokenizer.close()
+
+
 def test_a_prompt_is_never_cut_or_padded(tmp_path: Path) -> None:
     """Truncation and padding that a tokenizer file asks for are ignored."""
     folder = write_model(tmp_path, byte_level())
