@@ -1,7 +1,9 @@
 """Bugs in checkpoints of recurrent states, and in the states of preempted requests in host memory."""
 
+import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 
 from checks.planted.bug import bug, wrap
@@ -16,6 +18,7 @@ from checks.sim.aims import (
     with_swaps,
 )
 from checks.sim.faults import Fault
+from checks.sim.scenario import Scenario
 from scheduler_svc.core.memory.host_states import HostStates
 from scheduler_svc.core.memory.state_checkpoints import StateCheckpoints
 from scheduler_svc.core.planning import planner
@@ -113,9 +116,28 @@ def place_of_a_cancelled_request_is_kept(patch: pytest.MonkeyPatch) -> None:
 
 
 @bug("state.prefix", "plan.save", aim=both(with_drafts, with_checkpoints(8), with_limits(prefix_cache="hash")))
-def state_saved_while_drafts_are_verified(patch: pytest.MonkeyPatch) -> None:
-    """The states of rows with drafts are saved as those of other rows."""
-    patch.setattr(Worker, "has_present_state", lambda self, row: True)
+def due_state_counts_as_that_of_the_next_block(patch: pytest.MonkeyPatch) -> None:
+    """If a row gets two blocks in a plan, both saves are due at the end of the second one."""
+    save_states = planner.save_states  # type: ignore[attr-defined]
+
+    def later(worker: Any, appended: Any, prefilling: Any, swapped: Any) -> Any:
+        saves = save_states(worker, appended, prefilling, swapped)
+        decodes = np.isin(saves.rows, appended) & (saves.lengths % worker.rows.block_size == 0)
+        return saves._replace(lengths=np.where(decodes, saves.lengths + worker.rows.block_size, saves.lengths))
+
+    patch.setattr(planner, "save_states", later)
+
+
+def _with_short_steps(scenario: Scenario) -> Scenario:
+    """Let drafts and chunks fill the steps."""
+    workers = tuple(dataclasses.replace(size, max_tokens_per_step=9) for size in scenario.workers)
+    return dataclasses.replace(scenario, workers=workers)
+
+
+@bug("plan.tokens", aim=both(with_drafts, with_checkpoints(8), _with_short_steps))
+def repeated_tokens_are_not_counted(patch: pytest.MonkeyPatch) -> None:
+    """Tokens that are computed again after rejected drafts do not count in the step's budget."""
+    patch.setattr(planner.Planner, "_num_repeated", lambda self, decodes: 0)
 
 
 @bug("state.prefix", "plan.save", aim=both(with_swaps, with_drafts, with_little_memory, with_host_states(3)))

@@ -19,7 +19,8 @@ With `state_bytes`, a row also has a recurrent state, which is a value for the s
 Each token of a row reads and replaces this state. The state remains in the slot when the request leaves the row. With
 `num_checkpoints`, plans save states to checkpoints, and rows begin with the state of a checkpoint. A row that begins
 with computed tokens needs a checkpoint. With `num_host_states`, the state of a row that leaves is saved to host memory.
-After drafts were rejected, a row has no state that can be saved until its next step.
+After drafts were rejected, a row has no state that can be saved until its next step. The state of a decode row may be
+saved later: at the beginning of the step in which the row has the given number of tokens. Its drafts end there.
 
 With several KV groups, a row also has a table for each group with a window. In every step, the worker compares all
 slots that the row's new tokens can see through the window with the expected values, which differ by group.
@@ -169,8 +170,12 @@ class ModelWorker:
     """Blocks with an invalid slot; host blocks are numbered after the device blocks."""
     _states: dict[int, tuple[int, int]] = field(default_factory=dict)
     """For each row index, the number of tokens in the recurrent state, and the state's value for them."""
-    _late: set[int] = field(default_factory=set)
-    """Rows whose state is rolled back only by their next step, because drafts were rejected."""
+    _late: dict[int, int] = field(default_factory=dict)
+    """Rows whose state is rolled back only by their next step, because drafts were rejected, with the number of tokens
+    that this step computes again.
+    """
+    _due: dict[int, tuple[Row, int]] = field(default_factory=dict)
+    """By checkpoint: a row whose state is saved there, and the number of its tokens then."""
     _checkpoints: dict[int, _Checkpoint] = field(default_factory=dict)
     """By checkpoint, or place in host memory: its content."""
 
@@ -216,6 +221,7 @@ class ModelWorker:
         self._used_before = {}
         self._states.clear()
         self._late.clear()
+        self._due.clear()
         self._checkpoints.clear()
         # Host blocks are numbered after all device blocks.
         num_all = self.num_blocks + self.num_host_blocks
@@ -269,6 +275,7 @@ class ModelWorker:
         if plan.step != self.last_step + 1:
             raise ViolationError("plan.step", f"step {plan.step} after {self.last_step}")
         self.last_step = plan.step
+        self._save_due()
         self._save_to_host(plan)
         for index in plan.leaves.tolist():
             self._leave(index)
@@ -356,7 +363,8 @@ class ModelWorker:
     def _leave(self, index: int) -> None:
         row = self._row(index, "leave")
         del self.rows[index]
-        self._late.discard(index)
+        self._late.pop(index, None)
+        self._due = {checkpoint: due for checkpoint, due in self._due.items() if due[0] is not row}
         for block in row.blocks:
             self._holders[block] -= 1
             self._last_named[block] = self.last_step - 1
@@ -618,18 +626,22 @@ class ModelWorker:
             num_tokens += length
         if num_tokens != plan.num_tokens or num_tokens > self.max_tokens_per_step:
             raise ViolationError("plan.tokens", f"the result has {num_tokens} tokens, the plan has {plan.num_tokens}")
-        num_drafts = sum(row.draft_limit for row, _ in work if row.decoding)
-        if num_tokens + num_drafts > self.max_tokens_per_step:
-            raise ViolationError("plan.tokens", f"{num_tokens} tokens and {num_drafts} drafts in a step")
+        # A row that computes tokens again has no drafts.
+        num_more = sum(max(row.draft_limit, self._late.get(row.index, 0)) for row, _ in work if row.decoding)
+        if num_tokens + num_more > self.max_tokens_per_step:
+            raise ViolationError("plan.tokens", f"{num_tokens} tokens, and {num_more} drafts or repeated tokens")
         if not num_tokens and not plan.swap_outs and not plan.swap_ins and not len(plan.leaves):
             raise ViolationError("plan.tokens", "a plan without work")
         saves = self._check_saves(plan, {row.index: (row.computed, row.computed + length) for row, length in work})
         for index, num_tokens, checkpoint in saves:
+            self._due.pop(checkpoint, None)
             if num_tokens == self.rows[index].computed:
                 self._save(index, num_tokens, checkpoint)
+            elif self.rows[index].decoding:
+                self._due[checkpoint] = self.rows[index], num_tokens
         # As in every layer of a real model, all KV of the batch is written before any of it is read.
         for row, length in work:
-            self._write(row, length, [each for each in saves if each[0] == row.index])
+            self._write(row, length, [each for each in saves if each[0] == row.index and not row.decoding])
         for row, given in admitted:
             self._read_prefix(row, given)
         for row, length in work:
@@ -689,9 +701,19 @@ class ModelWorker:
         saves = [save for save in saves if save[2] < self.num_checkpoints]
         for index, num_tokens, _ in saves:
             first, last = computed.get(index, (0, -1))
+            if index in computed and self.rows[index].decoding:
+                drafts = self.rows[index].drafted_step or self.rows[index].draft_limit
+                last = len(self.rows[index].blocks) * self.block_size if drafts else last
             if not num_tokens > 0 or not first <= num_tokens <= last or num_tokens % self.block_size:
                 raise ViolationError("plan.save", f"the state of row {index} after {num_tokens} tokens is saved")
         return saves
+
+    def _save_due(self) -> None:
+        """Save the states that were to be saved as soon as their rows have a number of tokens."""
+        for checkpoint, (row, num_tokens) in list(self._due.items()):
+            if row.computed >= num_tokens:
+                del self._due[checkpoint]
+                self._save(row.index, num_tokens, checkpoint)
 
     def _save(self, index: int, num_tokens: int, checkpoint: int, *, is_valid: bool = False) -> None:
         """Save the present state of a row, which must have `num_tokens` tokens unless the row has failed.
@@ -753,7 +775,7 @@ class ModelWorker:
             start: the first of the tokens.
             saves: (row, number of tokens, checkpoint) of states to save in between.
         """
-        self._late.discard(row.index)
+        self._late.pop(row.index, None)
         expected = (start, row.values[start - 1])
         if start and self._states.get(row.index) != expected:
             num_tokens = self._states.get(row.index, (0, EMPTY))[0]
@@ -776,7 +798,8 @@ class ModelWorker:
         return min(self.rng.randint(0, row.draft_limit), self._room(row))
 
     def _room(self, row: Row) -> int:
-        return min(len(row.blocks) * self.block_size, self.max_model_len) - row.computed
+        ends = [num_tokens for each, num_tokens in self._due.values() if each is row]
+        return min(len(row.blocks) * self.block_size, self.max_model_len, *ends) - row.computed
 
     def _num_accepted(self, row: Row, num_drafts: int) -> int:
         """Return how many of the row's drafts are accepted."""
@@ -799,7 +822,7 @@ class ModelWorker:
             self._values[block * self.block_size + position % self.block_size] = _REJECTED
             self._write_windows(row, position, _REJECTED)
         if self.state_bytes and num_drafts > num_accepted:
-            self._late.add(row.index)
+            self._late[row.index] = num_accepted + 1
         return num_accepted
 
     def _read_prefix(self, row: Row, given: int) -> None:

@@ -198,6 +198,19 @@ def test_the_state_of_a_row_that_stays_is_not_saved_to_the_host(checkpoint: Path
         driver.step()
 
 
+def test_the_state_of_another_token_is_not_saved_to_the_host(checkpoint: Path) -> None:
+    """A plan that gives the wrong number of tokens for a row that has not failed violates the protocol."""
+    driver = Driver(make_engine(checkpoint, max_num_seqs=3, host_cache="1MiB"))
+    row = driver.admit(PROMPT)
+    driver.chunk(row, 20)
+    driver.step()
+    driver.save(row, 21, driver.engine.limits.num_checkpoints)
+    driver.leave(row)
+
+    with pytest.raises(PlanError, match="row 0 has 20 computed tokens, not 21"):
+        driver.step()
+
+
 def test_a_state_in_host_memory_is_dropped_if_its_row_has_failed() -> None:
     """A former state in the same place is not restored instead."""
     states = RowStates([StateShape((2,), torch.float32)], StateCounts(2, checkpoints=1, host_states=1), CPU)
@@ -272,6 +285,51 @@ def test_drafts_give_the_tokens_of_single_steps(checkpoint: Path, oracle: Oracle
     for state in driver.rows.values():
         prompt = state.tokens[: state.num_known]
         _check(oracle, prompt, state.tokens[len(prompt) :][:COUNT])
+
+
+@pytest.mark.parametrize("wrong", [0.0, 0.4])
+def test_the_state_at_a_block_boundary_is_saved_while_drafts_are_verified(
+    checkpoint: Path, oracle: Oracle, wrong: float
+) -> None:
+    """A save that is due in a later step has the state of exactly that token, whether drafts are rejected or not."""
+    settings: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 64, "block_size": 8}
+    answer = Driver(make_engine(checkpoint, **settings)).generate(PROMPT, 3 * COUNT)
+    engine = make_engine(checkpoint, speculation="ngram", **settings)
+    guess(engine, [[*PROMPT, *answer]], seed=1, wrong=wrong)
+    driver = Driver(engine)
+    row = driver.admit(PROMPT)
+    driver.chunk(row, len(PROMPT))
+    driver.step()
+    driver.speculate(row, 4)
+    driver.save(row, 40, 1)
+    driver.save(row, 48, 2)
+    while len(driver.rows[row].tokens) < 56:
+        driver.step()
+    assert driver.num_accepted
+    driver.hold(row)
+
+    for length, slot in ((40, 1), (48, 2)):
+        prompt = driver.rows[row].tokens[: length + 1]
+        other = driver.admit(prompt, blocks=driver.rows[row].blocks[: length // 8], computed=length, checkpoint=slot)
+        driver.chunk(other, 1)
+        while len(driver.rows[other].tokens) < len(prompt) + COUNT:
+            driver.step()
+        _check(oracle, prompt, driver.leave(other)[len(prompt) :][:COUNT])
+
+
+def test_a_save_is_replaced_by_a_later_one_to_the_same_checkpoint() -> None:
+    """The former row reaches its length, but no longer saves its state there."""
+    states = RowStates([StateShape((2,), torch.float32)], StateCounts(2, checkpoints=1), CPU)
+    states.postpone(StateSave(0, 8, 0))
+    states.close([0, 1], [8, 4], [torch.ones(2, 2)])
+    states.save(StateSave(1, 4, 0))
+    states.save_due(np.array([8, 4]))
+    states.restore(0, 4, 0)
+
+    states.postpone(StateSave(1, 8, 0))
+    assert states.draft_ends == {1: 8}
+    states.leave(1)
+    assert not states.draft_ends
 
 
 def test_settings_that_copy_a_state_to_disk_are_refused(checkpoint: Path) -> None:

@@ -34,6 +34,7 @@ from worker_svc.execution.sampler import NOT_FINITE, NOT_REACHED, NOTHING_ALLOWE
 from worker_svc.execution.split_logits import SplitLogits
 from worker_svc.execution.tracing import Tracing
 from worker_svc.interface.arrays import NO_IDS, NO_ROWS, Int32Array, IntArray
+from worker_svc.interface.errors import PlanError
 from worker_svc.interface.limits import Limits
 from worker_svc.interface.plan import Plan
 from worker_svc.interface.result import FailureKind, RowFailure, StepResult, StepTimings
@@ -207,6 +208,8 @@ class Engine:
         if self._proposer is not None:
             self._settle(plan)
             self._proposer.follow(plan)
+        if self._model.states is not None:
+            self._model.states.save_due(self._rows.num_computed)
         left = self._rows.leave(plan)
         self._tracing.rows_left(left, self._rows.num_computed, began_unix_ns)
         swapped_out = self._host_pool.swap_out(plan)
@@ -223,8 +226,9 @@ class Engine:
         failed_rows = self._rows.failed_rows()
         drafts = None
         if self._proposer is not None and self._rows.speculates:
-            late = () if self._model.states is None else self._model.states.missing
-            drafts = propose(self._rows, self._proposer, int(plan.chunk_lengths.sum()), late)
+            states = self._model.states
+            late, ends = ({}, {}) if states is None else (states.missing, states.draft_ends)
+            drafts = propose(self._rows, self._proposer, int(plan.chunk_lengths.sum()), late, ends)
         batch = self._batches.build(plan.chunk_rows, plan.chunk_lengths, drafts, saves)
         if self._proposer is not None and len(plan.chunk_rows):
             self._proposer.prefill(plan.chunk_rows, plan.chunk_lengths)
@@ -330,7 +334,7 @@ class Engine:
             self.grammars.forget_reports()
         self._failures.clear()
         if self._model.states is not None:
-            self._model.states.missing.clear()
+            self._model.states.clear()
 
     def _roll_back(self, rows: IntArray, counts: IntArray) -> None:
         """Restore the states of rows whose drafts were rejected.
@@ -346,19 +350,30 @@ class Engine:
             states.roll_back(row, list(self._rows.known_tokens(row)[-count - 1 : -1]))
 
     def _save_to_host(self, plan: Plan) -> None:
-        """Save the states of rows that leave to host memory."""
+        """Save the states of rows that leave to host memory.
+
+        Raises:
+            PlanError: a row has another number of computed tokens, and has not failed.
+        """
         states = self._model.states
         if plan.host_saves is None or states is None:
             return
         for row, length, place in zip(*map(np.ndarray.tolist, plan.host_saves.columns), strict=True):
-            if self._rows.num_computed[row] == length:
+            num_computed = int(self._rows.num_computed[row])
+            if num_computed == length:
                 states.save(StateSave(row, length, place))
-            else:
-                # The row has failed, so that its last tokens are not computed. The request does not continue.
+            elif self._rows.failed_before_leaving(row) and num_computed < length:
+                # Its last tokens are not computed. The request does not continue.
                 states.forget(place)
+            else:
+                raise PlanError(f"save: row {row} has {num_computed} computed tokens, not {length}")
 
     def _copy_states(self, plan: Plan) -> tuple[StateSave, ...]:
-        """Restore the states of admitted rows, and save present states; return the saves within the step."""
+        """Restore the states of admitted rows, and save present states; return the saves within the step.
+
+        Raises:
+            PlanError: a row is beyond the state to save.
+        """
         states = self._model.states
         if states is None:
             return ()
@@ -367,14 +382,20 @@ class Engine:
                 states.restore(admission.row, admission.num_computed_tokens, admission.checkpoint)
         if plan.state_saves is None:
             return ()
-        later = []
+        later, chunk_rows = [], set(plan.chunk_rows.tolist())
         for row, length, checkpoint in zip(*map(np.ndarray.tolist, plan.state_saves.columns), strict=True):
             save = StateSave(row, length, checkpoint)
             if self._rows.num_computed[row] == length:
                 # This is also true for a row that has just failed, which the step does not compute.
                 states.save(save)
-            else:
+            elif self._rows.num_computed[row] > length:
+                raise PlanError(
+                    f"save: row {row} has {self._rows.num_computed[row]} computed tokens, more than {length}"
+                )
+            elif row in chunk_rows:
                 later.append(save)
+            else:
+                states.postpone(save)
         return tuple(later)
 
     def _settle(self, plan: Plan) -> None:

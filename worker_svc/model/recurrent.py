@@ -12,6 +12,9 @@ in the same way. Their places are numbered after the checkpoints.
 A step with drafts computes the states of all drafts in place. Therefore it first copies the states of its rows
 (`back_up`). If a draft is rejected, `roll_back` restores the copy. The row's next step then begins with the accepted
 tokens, whose states are *missing*, and has no drafts.
+
+When a plan is made, it may not be known in which step such a row reaches a block boundary. The save of the state there
+is then *due*, and drafts end at the boundary.
 """
 
 import math
@@ -20,6 +23,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+
+from worker_svc.interface.arrays import IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +106,8 @@ class RowStates:
         self._backup_ends = [_UNKNOWN] * counts.rows
         self.missing: dict[int, list[int]] = {}
         """By row after a rejected draft: the tokens between its state and its next token."""
+        self._due: dict[int, StateSave] = {}
+        """By checkpoint: a save in a later step."""
         self._num_rows = counts.rows
         self._ends = [0] * (num_on_device + counts.host_states)
 
@@ -160,8 +167,39 @@ class RowStates:
         self.missing[row] = tokens
 
     def leave(self, row: int) -> None:
-        """Drop the missing tokens of a row that leaves."""
+        """Drop the missing tokens and the due saves of a row that leaves."""
         self.missing.pop(row, None)
+        if self._due:
+            self._due = {checkpoint: save for checkpoint, save in self._due.items() if save.row != row}
+
+    def clear(self) -> None:
+        """Drop the missing tokens and the due saves of all rows."""
+        self.missing.clear()
+        self._due.clear()
+
+    def postpone(self, save: StateSave) -> None:
+        """Save the state of a row when it has `save.length` tokens; replaces a due save to the same checkpoint."""
+        self._due[save.checkpoint] = save
+
+    def save_due(self, num_computed: IntArray) -> None:
+        """Save the due states of the rows that have reached their length.
+
+        Args:
+            num_computed: `[max_rows]`, number of computed tokens of each row.
+
+        Raises:
+            RuntimeError: a row has passed its length.
+        """
+        for save in [each for each in self._due.values() if num_computed[each.row] >= each.length]:
+            self.save(save)
+
+    @property
+    def draft_ends(self) -> dict[int, int]:
+        """By row with due saves: the number of tokens that drafts must not exceed."""
+        ends: dict[int, int] = {}
+        for save in self._due.values():
+            ends[save.row] = min(save.length, ends.get(save.row, save.length))
+        return ends
 
     def save(self, save: StateSave) -> None:
         """Copy the state of a row to a checkpoint or to host memory.
@@ -169,6 +207,7 @@ class RowStates:
         Raises:
             RuntimeError: the state is not that after `save.length` tokens.
         """
+        self._due.pop(save.checkpoint, None)
         self._copy(save.row, self._num_rows + save.checkpoint, save.length)
 
     def forget(self, checkpoint: int) -> None:

@@ -329,6 +329,10 @@ class RowTable:
         failed: npt.NDArray[np.bool_] = self._failed[rows] & (self._generation[rows] == generations)
         return failed
 
+    def failed_before_leaving(self, row: int) -> bool:
+        """Return whether a row that leaves with the present plan has failed."""
+        return bool(self._failed[row])
+
     def failed_rows(self) -> IntArray:
         """Return the rows that would be in `decode_rows` if they had not failed, ascending."""
         if not self._any_failed:

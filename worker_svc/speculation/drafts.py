@@ -4,7 +4,7 @@ A row has at most as many drafts as its draft limit, the room in its blocks, `ma
 step allow.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -82,21 +82,37 @@ class Drafts:
 NO_DRAFTS = Drafts(NO_ROWS, NO_ROWS, NO_IDS)
 
 
-def propose(table: RowTable, proposer: Proposer, num_chunk_tokens: int, late: Collection[int] = ()) -> Drafts | None:
+_NO_LATE: Mapping[int, Sequence[int]] = {}
+_NO_ENDS: Mapping[int, int] = {}
+
+
+def propose(
+    table: RowTable,
+    proposer: Proposer,
+    num_chunk_tokens: int,
+    late: Mapping[int, Sequence[int]] = _NO_LATE,
+    ends: Mapping[int, int] = _NO_ENDS,
+) -> Drafts | None:
     """Return the drafts of the next step of the decode rows; None if there are none.
 
     Args:
         table: the rows, with the changes of the step's plan applied.
         proposer: the source of drafts.
         num_chunk_tokens: tokens of the step's chunks.
-        late: rows that have no drafts in this step, because their recurrent state is behind.
+        late: rows that have no drafts in this step, because their recurrent state is behind, with the tokens that the
+            step computes again.
+        ends: by row, the number of tokens that its drafts must not exceed, because its state is saved there.
     """
     decode_rows = table.decode_rows()
     rows, most = table.draft_room(decode_rows)
     if late:
         on_time = ~np.isin(rows, list(late))
         rows, most = rows[on_time], most[on_time]
-    left = table.limits.max_tokens_per_step - num_chunk_tokens - len(decode_rows)
+    if ends:
+        longest = np.array([ends.get(row, table.limits.max_model_len) for row in rows.tolist()], np.int64)
+        most = np.minimum(most, longest - table.num_computed[rows] - 1)
+        rows, most = rows[most > 0], most[most > 0]
+    left = table.limits.max_tokens_per_step - num_chunk_tokens - len(decode_rows) - sum(map(len, late.values()))
     if not len(rows) or left <= 0:
         return None
     found_rows, counts, tokens = [], [], list[int]()

@@ -16,7 +16,8 @@ A state is saved where it is likely to be needed again:
 * at each block boundary while a row generates, for the next turn of a conversation and for preempted requests.
 
 A slot may be reused at once, because a worker executes plans in order. Within a plan, rows are restored before any
-state is saved. So only one rule remains: a plan saves at most once to each slot.
+state is saved. So only one rule remains: a plan saves at most once to each slot. If a row verifies drafts, a plan may
+name a save that is due in a later step. A save to the same slot, or the row's leave, cancels it.
 """
 
 from collections import OrderedDict
@@ -109,7 +110,7 @@ class StateCheckpoints(Boundaries):
         while len(own) > 1 and own[1].num_tokens <= num_known:
             self._release(own.pop(0))
         if self._num_private >= self.num_slots // _PRIVATE_PART:
-            if not own:
+            if not own or own[0].slot in self._planned:
                 return None
             self._release(own.pop(0))
         slot = self._take(row, generation)

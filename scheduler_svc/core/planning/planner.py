@@ -233,10 +233,13 @@ class Planner:
         if limits is None:
             limits = np.zeros(num_candidates, np.int32)
         else:
-            spare = max(0, self._chunks.budget - num_candidates)
-            if worker.prefilling or self._backlog.has_for(worker):
-                spare //= 2
-            limits = fitting(limits, spare)
+            # With recurrent state, rows may also compute rejected steps again, and other rows may begin to decode then.
+            num_rows = self._max_rows if worker.model.state_bytes else num_candidates
+            spare = max(0, self._chunks.budget - num_rows)
+            last = rows.last_limit[candidates]
+            limits = fitting(limits, spare // 2 if worker.prefilling or self._backlog.has_for(worker) else spare)
+            if int(np.maximum(limits, last).sum()) > spare:
+                limits = np.minimum(limits, last) if worker.model.state_bytes else limits
         reach, most = rows.reach(candidates), rows.limit[candidates] - ONE
         room = rows.allowed[candidates] - reach
         limits = np.where(limits < room, limits, np.int32(0))
@@ -284,7 +287,21 @@ class Planner:
     def _spend_decodes(self, decodes: IndexArray) -> None:
         """Take the tokens of decode rows from the budget."""
         self._decodes = decodes
-        self._chunks.budget -= len(decodes) + self._num_drafts
+        self._chunks.budget -= len(decodes) + self._num_drafts + self._num_repeated(decodes)
+
+    def _num_repeated(self, decodes: IndexArray) -> int:
+        """Return the most tokens that rows compute again after rejected drafts, beyond the drafts in this step.
+
+        Rows that compute tokens again have no drafts.
+        """
+        rows, worker = self._rows, self._worker
+        if not worker.model.state_bytes or not worker.speculation.max_drafts:
+            return 0
+        limits = rows.draft_limit
+        if self._draft_limits is not None:
+            limits = limits.copy()
+            limits[self._draft_limits[0]] = self._draft_limits[1]
+        return int(np.maximum(rows.last_limit[decodes] - limits[decodes], 0).sum())
 
     def _limit_chunks(self) -> None:
         """Limit the remaining budget to what the step's target allows."""
@@ -543,6 +560,8 @@ class Planner:
         draft_rows = draft_limits = NO_INDICES
         if self._draft_limits is not None:
             draft_rows, draft_limits = self._set_draft_limits(decodes, *self._draft_limits)
+        if worker.model.state_bytes and worker.speculation.max_drafts:
+            rows.last_limit[decodes] = rows.draft_limit[decodes]
         prefilled, pooled = self._advance_prefills()
         append_rows = _joined(self._allocation.appended_rows)
         saves = save_states(worker, append_rows, self._chunks.rows, self._allocation.swapped_states)

@@ -1,5 +1,6 @@
 """State saves: the recurrent states that a plan copies to checkpoints (see `state_checkpoints`)."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -35,8 +36,8 @@ def save_states(
 ) -> StateSaves:
     """Choose the checkpoints of a plan. Call this once per plan, when its chunks are counted as computed.
 
-    A generating row gets a block when its blocks are full. Its state is then at a block boundary, and is saved before
-    the step overwrites it. The states of rows that verify drafts are not saved (`Worker.has_present_state`).
+    A generating row gets a block before its blocks are full. The worker saves its state at the end of the former blocks
+    when the row begins a step there: this step, or a later one if drafts in flight may be rejected.
 
     Args:
         worker: the worker.
@@ -48,10 +49,10 @@ def save_states(
     if checkpoints is None or not (len(appended) or prefilling):
         return StateSaves(*np.array(swapped, np.intp).T) if swapped else NO_SAVES
     saves = list(swapped)
+    num_left = Counter(appended.tolist())
     for row in appended.tolist():
-        if not worker.has_present_state(row):
-            continue
-        num_tokens = rows.capacity.item(row) - rows.block_size
+        num_tokens = rows.capacity.item(row) - num_left[row] * rows.block_size
+        num_left[row] -= 1
         slot = checkpoints.save_private(row, rows.generation.item(row), num_tokens, rows.committed.item(row))
         if slot is not None:
             saves.append(StateSave(row, num_tokens, slot))

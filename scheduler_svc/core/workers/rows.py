@@ -94,6 +94,11 @@ class RowTable:
         self._hold_noted = np.zeros(max_rows, np.bool_)
         self.draft_limit = np.zeros(max_rows, np.int32)
         """Maximum number of drafts per step for each row; change it with `set_draft_limits`."""
+        self.last_limit = np.zeros(max_rows, np.int32)
+        """Draft limit of each row in its last planned step, if the model has recurrent state.
+
+        After a rejected draft, the row's next step computes at most so many tokens again.
+        """
         self.drafts_allowed = False
         """Whether a row may have a draft limit above 0."""
         self.drafts = np.zeros(max_rows, np.int32)
@@ -309,6 +314,7 @@ class RowTable:
         request.drafted_tokens += self.drafted.item(row)
         request.accepted_tokens += self.accepted.item(row)
         self.draft_limit[row] = self.drafts[row] = self.drafted[row] = self.accepted[row] = 0
+        self.last_limit[row] = 0
         request.energy_j += self.energy_j.item(row)
         self.energy_j[row] = 0.0
         self.hits[row] = self.tries[row] = 0.0

@@ -1006,7 +1006,10 @@ class Plan(_message.Message):
     save_rows: _builtins.bytes
     """Columns of recurrent states that are saved: row, number of tokens of the state, checkpoint. The number of tokens is
     between those computed before and after this step, both included. A row may occur several times, a checkpoint once.
-    A row whose drafts were rejected in its last step has no state until its next step.
+    A row whose drafts were rejected in its last step has no state until its next step. If a row in decode may have had
+    drafts, the number may be larger than the tokens that it has after this step. Its state is then saved at the beginning
+    of the step in which it has so many, and its drafts end there until then. A later save to the same checkpoint, or the
+    row's leave, cancels the save.
     A state is saved to host memory if its row leaves in this plan: after all of its tokens, with the swap-outs.
     """
     save_lengths: _builtins.bytes
