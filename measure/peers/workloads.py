@@ -7,6 +7,8 @@
 | W3 | 32 requests of 512 shared tokens and 32 of their own, 32 out, 16 at once, nothing cached | output tokens/s |
 | W3w | the same with a prefix that was served once before | output tokens/s |
 | W4 | 8 requests decode (64 in, 300 out); after 3 s one with 2,048 tokens arrives | largest gap between two tokens |
+| D1 | one request, 512 in, 128 out | decode tokens/s |
+| D16 | 16 requests at once, 512 in, 192 out | decode tokens/s while all 16 decode |
 """
 
 import json
@@ -59,6 +61,8 @@ def workloads(vocab_size: int, seed: int = 1) -> dict[str, Workload]:
         Workload("W3", 16, sharing(cold)),
         Workload("W3w", 16, (PeerRequest(warm + tokens(32), 4, prime=True), *sharing(warm))),
         Workload("W4", 16, (*decoders, PeerRequest(tokens(2048), 16, arrive_s=LONG_ARRIVES_S))),
+        Workload("D1", 1, (PeerRequest(tokens(512), 128),)),
+        Workload("D16", 16, tuple(PeerRequest(tokens(512), 192) for _ in range(16))),
     )
     return {each.name: Workload(each.name, each.max_concurrency, warm_ups + each.requests) for each in lists}
 

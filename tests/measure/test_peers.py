@@ -4,11 +4,17 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from measure.offline import read_requests
+from measure.peers import model
 from measure.peers.figures import DifferentWorkError, compare, figures
+from measure.peers.installation import PEERS, Installer
+from measure.peers.model import SHAPES
 from measure.peers.workloads import PeerRequest, Workload, workloads, write_jsonl
 
 _ECHO = """
@@ -76,11 +82,44 @@ def test_missing_tokens_are_no_result() -> None:
         figures(workload, [[0.1, 0.2]])
 
 
+def test_requests_that_never_decode_together_are_no_result() -> None:
+    """The decode speed of several rows needs a time when all of them decode."""
+    with pytest.raises(DifferentWorkError, match="D16: no time"):
+        figures(Workload("D16", 2, (PeerRequest((1,), 2), PeerRequest((2,), 2))), [[1.0, 2.0], [2.5, 3.0]])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_model_is_written_for_every_shape(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each shape has between 330 and 360 million parameters, in names that its class in `transformers` expects."""
+    saved: dict[str, torch.Tensor] = {}
+    monkeypatch.setattr(model, "_make_tokenizer", lambda folder, seed: None)
+    monkeypatch.setattr(model, "save_file", lambda weights, path, metadata: saved.update(weights))
+    model.make_model(tmp_path, shape=shape)
+    assert 330e6 < sum(each.numel() for each in saved.values()) < 360e6
+    maker: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        expected = set(maker.from_config(AutoConfig.from_pretrained(tmp_path)).state_dict()) - {"lm_head.weight"}
+    assert set(saved) == expected
+
+
+def test_models_with_one_name_are_converted_to_different_files(tmp_path: Path) -> None:
+    """The converted model of a peer belongs to one checkpoint, also if another has the same folder name."""
+    paths = set()
+    for parent in ("a", "b"):
+        installer = Installer(tmp_path, tmp_path / parent / "model")
+        for peer in PEERS:
+            command = installer.command(peer, threads=1, out=tmp_path / "out", workloads=())
+            paths.add((peer.name, command[command.index("--model") + 1]))
+    assert len(paths) == 2 * len(PEERS)
+
+
 def test_figures_of_decoding_and_gaps() -> None:
-    """Decode speed leaves the first token out; the gap counted is the largest after the long prompt has arrived."""
+    """Decode speed counts tokens while all requests decode; the gap counted is the largest after the long prompt."""
     one = figures(Workload("W2", 1, (PeerRequest((1,), 3),)), [[1.0, 1.5, 2.0]])
     assert one["decode_tok_per_s"] == pytest.approx(2.0)
     assert one["out_tok_per_s"] == pytest.approx(1.5)
+    two = Workload("D16", 2, (PeerRequest((1,), 4), PeerRequest((2,), 3)))
+    assert figures(two, [[1.0, 2.0, 3.0, 9.0], [1.5, 2.5, 4.0]])["decode_tok_per_s"] == pytest.approx(4 / 2.5)
     both = Workload("W4", 2, (PeerRequest((1,), 4), PeerRequest((2,), 1, arrive_s=3.0)))
     gaps = figures(both, [[0.5, 2.5, 3.5, 4.0], [3.75]])
     assert gaps["max_gap_s"] == pytest.approx(1.0)
