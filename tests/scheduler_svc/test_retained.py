@@ -161,3 +161,30 @@ def test_sequences_that_contradict_each_other_are_not_used() -> None:
     assert joined is not None
     assert np.flatnonzero(joined.pool.cache.holds).tolist() == [0, 1]
     assert joined.pool.num_cached == 2
+
+
+def test_the_first_plan_of_each_worker_continues_all_requests_whose_kv_it_has() -> None:
+    """The chunk budget before the first measurement, 128 tokens, does not apply to the last blocks of these requests."""
+    settings = {"max_num_seqs": 80, "max_num_batched_tokens": 4096, "itl_target_s": 0.5}
+    first = Cluster(**settings)
+    workers = {f"w{number}": RetainingWorker(b"%d" % number, 4000, BLOCK, 80, max_tokens_per_step=1024) for number in range(2)}
+    for worker_id, worker in workers.items():
+        first.join(worker, worker_id)
+    prompts = {stream: [stream * 5 + place for place in range(18)] for stream in range(160)}
+    for stream, prompt in prompts.items():
+        first.submit(stream, prompt, 100)
+    for _ in range(60):
+        first.plan()
+        first.answer()
+    assert all(reader.tokens for reader in first.readers.values())
+    for worker in workers.values():
+        worker.lose_session(dict.fromkeys(prompts, b""))
+
+    second = Cluster(**settings)
+    for worker_id, worker in workers.items():
+        second.join(worker, worker_id, ev.HelloReason.SESSION_LOST)
+    for stream, reader in first.readers.items():
+        second.submit(stream, prompts[stream], 100, delivered=tuple(reader.tokens), accepted=True)
+    second.plan()
+
+    assert [len(worker.rows) for worker in workers.values()] == [80, 80]

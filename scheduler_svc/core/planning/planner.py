@@ -316,7 +316,9 @@ class Planner:
         num_prompts = self._num_queued + len(self._worker.prefilling)
         for_chunks = self._worker.pace.chunk_budget(costs, target_s, shape, num_prompts, self._prompt_tokens_here())
         if for_chunks is not None:
-            self._chunks.limit(for_chunks)
+            # These requests were decode rows of the earlier scheduler's steps. Only their last block lacks KV.
+            home = self._backlog.num_coming_home(self._worker) * self._rows.block_size
+            self._chunks.limit(for_chunks + home)
 
     def _prompt_tokens_here(self) -> int:
         """Return the uncached prompt tokens of all requests that wait or are in prefill here."""

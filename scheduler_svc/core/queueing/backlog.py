@@ -223,6 +223,11 @@ class Backlog:
             return None
         return worker if worker.kind.holds(request) and worker.grammars.is_ready(request.grammar_key) else None
 
+    def num_coming_home(self, worker: Worker) -> int:
+        """Return the number of requests assigned to the worker if an earlier scheduler ran the first one; otherwise 0."""
+        first = self._assigned.first(worker)
+        return self._assigned.count(worker) if first is not None and first.is_returning else 0
+
     def num_assigned(self, worker: Worker) -> int:
         """Count the requests that wait for the worker's next plan."""
         return self._assigned.count(worker)
