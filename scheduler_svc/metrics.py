@@ -270,6 +270,7 @@ def _leadership_families(leadership: Leadership) -> list[link_pb2.MetricFamily]:
         families += [
             make_family(names.STANDBY_LAG, [((), standbys.lag_bytes)]),
             make_family(names.STANDBY_DROPPED, [((), standbys.dropped)]),
+            make_family(names.STANDBY_COPIES, [((), standbys.copies)]),
         ]
     return families
 

@@ -545,6 +545,12 @@ STANDBY_LAG = Metric(
 STANDBY_DROPPED = Metric(
     "quire.standby_dropped", _C, "Times that a standby was lost or was too slow; absent without a standby address"
 )
+STANDBY_COPIES = Metric(
+    "quire.standby_copies",
+    _C,
+    "Copies of the whole journal that were begun for standbys; more than one for each standby if its disk is full or it"
+    " has missed a part; absent without a standby address",
+)
 RECORD_SIZE = Metric("quire.record_bytes", _G, "Bytes of the flight record on disk", unit="By")
 RECORD_WRITES = Metric(
     "quire.record_writes",

@@ -12,6 +12,7 @@ If the holder's process dies on a living machine, its guard (`guard`) revokes th
 waits for the duration.
 """
 
+import math
 import os
 import threading
 import time
@@ -67,6 +68,14 @@ class LeaseStore(Protocol):
         """
         ...
 
+    def is_held(self, timeout_s: float) -> bool:
+        """Return whether a scheduler holds the lease.
+
+        Raises:
+            LeaseError: the store cannot be used now.
+        """
+        ...
+
     def await_end(self, timeout_s: float) -> bool:
         """Wait until the lease that another scheduler holds has ended.
 
@@ -112,6 +121,8 @@ class Election:
         self.interval_s = duration_s / _RENEWALS
         self.grace_s = 2 * duration_s
         """Time without a leader after which a scheduler stands that may have missed a part of the journal, seconds."""
+        self.held_at = -math.inf
+        """Time at which a scheduler was last seen to hold the lease while this one did not stand."""
         self._highest: int | None = None
         self.woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """File descriptor that becomes readable when this scheduler begins to lead."""
@@ -194,6 +205,8 @@ class Election:
                     else:
                         self._note_holder()
                         has_ended = self._watch()
+                elif self._store.is_held(self.interval_s):
+                    self.held_at = time.monotonic()
             except UNUSABLE as error:
                 if self._reaches_store:
                     log.warning("leader lease: its store cannot be used", error=repr(error))

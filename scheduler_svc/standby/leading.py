@@ -68,6 +68,8 @@ class StandbyStats:
     """Largest number of bytes that a connected standby does not have."""
     dropped: int = 0
     """Times that a standby was lost or was too slow."""
+    copies: int = 0
+    """Copies of the whole journal that were begun."""
 
 
 class Standbys:
@@ -104,7 +106,7 @@ class Standbys:
         self._sent_at = -math.inf
         self._standbys: dict[bytes, _Standby] = {}
         self._ticked_at = -math.inf
-        self._dropped = 0
+        self._dropped = self._copies = 0
         self.successor = 0
         """Number of a scheduler that leads instead of this one; 0 for none."""
         self.must_be_silent = False
@@ -204,7 +206,7 @@ class Standbys:
             for cursor in (standby.replica.cursor for standby in self._standbys.values())
         ]  # fmt: skip
         ready = sum(each.replica.replicated >= 0 or journal is None for each in self._standbys.values())
-        return StandbyStats(ready, len(self._standbys), max(lags, default=0), self._dropped)
+        return StandbyStats(ready, len(self._standbys), max(lags, default=0), self._dropped, self._copies)
 
     def close(self) -> None:
         """Close the sockets; messages of `hand_over` are still sent."""
@@ -260,6 +262,7 @@ class Standbys:
             if part.starts_over:
                 # Another leader must not use the same number, because a standby may have a part of its copy.
                 replica.start_over(draw_incarnation())
+                self._copies += 1
             message = JournalPart(
                 copy=replica.copy,
                 segment=part.segment,

@@ -81,6 +81,12 @@ class Mirror:
                 self._promote()
             self._delete_before(part.oldest_segment)
 
+    def abandon(self) -> None:
+        """Delete a copy that is not complete, because it cannot be continued. This frees its disk space."""
+        if not self.is_complete:
+            self._close_file()
+            self._drop_incoming()
+
     def apply(self) -> None:
         """Apply the parts that were written to the book. This is slow, so acknowledge the parts before."""
         for segment, data in self._waiting:

@@ -229,6 +229,13 @@ class EtcdLease:
         self.revoke(self._id, timeout_s)
         return 0
 
+    def is_held(self, timeout_s: float) -> bool:
+        """See `LeaseStore`."""
+        found = self._call("kv/range", {"key": self._leader}, timeout_s)
+        if "header" not in found:
+            raise LeaseError(f"etcd: kv/range: no header: {_message(found)}")
+        return bool(found.get("kvs"))
+
     def await_end(self, timeout_s: float) -> bool:
         """See `LeaseStore`."""
         watch = {"key": self._leader, "start_revision": str(self._revision + 1), "filters": ["NOPUT"]}
@@ -298,6 +305,11 @@ class KubernetesLease:
         }
         self._lease = self._write(lease, timeout_s)
         return number if self._lease is not None else 0
+
+    def is_held(self, timeout_s: float) -> bool:
+        """See `LeaseStore`."""
+        lease = self._read(timeout_s)
+        return lease is not None and not self._has_ended(lease)
 
     def renew(self, timeout_s: float) -> bool:
         """See `LeaseStore`."""

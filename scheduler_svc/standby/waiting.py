@@ -36,6 +36,8 @@ from shared.pulse import Pulse
 from shared.sockets import Protect, is_readable, send_to, wait_readable
 
 HELLO_S = 0.25
+LONGEST_PAUSE_S = 30.0
+"""Maximum time between two copies that cannot be written, for example because the disk is full, seconds."""
 ACK_S = 0.25
 """Interval of acknowledgements if the leader does not wait for them, seconds. They also show that the standby lives."""
 _READING_S = 0.1
@@ -97,6 +99,8 @@ class Standby:
         """Connection to the scheduler that leads."""
         self._acknowledges_each = config.journal_sync == "standby"
         self._receipt = Receipt()
+        self._pause_s, self._again_at = 0.0, 0.0
+        """Pause before the next copy, which doubles with each copy that fails, and its end."""
         self._copied_number = 0
         """Leader number of the journal that was copied."""
         self._acknowledged_at = self._said_hello_at = 0.0
@@ -155,7 +159,8 @@ class Standby:
     def _elected(self, now: float) -> int:
         """Return the number under which this scheduler leads by its lease; 0 if it does not hold the lease."""
         assert self._election is not None
-        silence_s = now - self._heard_leader_at
+        # A standby that hears nothing, although a leader holds the lease, may have missed a part of its journal.
+        silence_s = now - max(self._heard_leader_at, self._election.held_at)
         copied = self._copied_number if self._mirror.is_complete else 0
         stands = may_stand(self.numbers, copied, silence_s=silence_s, grace_s=self._election.grace_s)
         self._election.stand(self.numbers.highest if stands else None)
@@ -236,17 +241,26 @@ class Standby:
                     raise GapError(f"segment {part.segment}: a part before {part.offset} is missing")
                 self._mirror.write(part)
             except (GapError, OSError) as error:
-                log.error("standby: the journal cannot be mirrored; starting over", error=str(error))
-                self._receipt.is_broken, self._copied_number = True, 0
+                self._fail(error, now)
                 return
             self._receipt.num_bytes += len(part.data)
             if self._mirror.is_complete and not self._said_complete:
                 log.info("standby: has the whole journal", leader=link.address)
+                self._pause_s = 0.0
             self._said_complete = self._mirror.is_complete
         if self._acknowledges_each or now - self._acknowledged_at >= ACK_S or (part.segment and not part.is_complete):
             self._acknowledged_at = now
             self._acknowledge(link)
         self._mirror.apply()
+
+    def _fail(self, error: Exception, now: float) -> None:
+        """Ask for another copy after a pause. Until then, the leader sends at most what it may send unacknowledged."""
+        self._receipt.is_broken, self._copied_number, self._said_complete = True, 0, False
+        if not self._pause_s:
+            log.error("standby: the journal cannot be mirrored; trying again with longer pauses", error=str(error))
+        self._pause_s = min(LONGEST_PAUSE_S, max(HELLO_S, 2 * self._pause_s))
+        self._again_at = now + self._pause_s
+        self._mirror.abandon()
 
     def _acknowledge(self, link: PeerLink) -> None:
         link.send(PeerMessage(ack=StandbyAck(num_bytes=self._receipt.num_bytes, copy=self._receipt.copy)))
@@ -256,11 +270,11 @@ class Standby:
             if not is_readable(link.socket) and link.renew(now) and link is self._leader:
                 log.warning("standby: the leader is silent", leader=link.address)
                 self._leader = None
-        if self._leader is not None and not self._receipt.is_broken:
-            if now - self._acknowledged_at >= ACK_S:
-                self._acknowledged_at = now
-                self._acknowledge(self._leader)
-        elif self._commanded_at is None and now - self._said_hello_at >= HELLO_S:
+        if self._leader is not None and now - self._acknowledged_at >= ACK_S:
+            self._acknowledged_at = now
+            self._acknowledge(self._leader)
+        needs_copy = self._leader is None or (self._receipt.is_broken and now >= self._again_at)
+        if needs_copy and self._commanded_at is None and now - self._said_hello_at >= HELLO_S:
             self._said_hello_at = now
             hello = StandbyHello(
                 protocol_version=STANDBY_VERSIONS.oldest, newest_protocol_version=STANDBY_VERSIONS.newest

@@ -3,6 +3,7 @@
 import base64
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -21,8 +22,9 @@ import zmq
 from protos.quire.link.v1 import link_pb2
 from scheduler_svc.service import SchedulerService
 from scheduler_svc.standby.election import UNUSABLE, Election, LeaseError, LeaseStore
+from scheduler_svc.standby.leader_number import Numbers
 from scheduler_svc.standby.stores import open_store
-from scheduler_svc.standby.waiting import Succession
+from scheduler_svc.standby.waiting import Standby, Succession
 from shared.config import ConfigError, SchedulerConfig
 from shared.frames import LINK_MAX_MESSAGE, PLAN_MAX_MESSAGE
 from shared.telemetry import Telemetry
@@ -66,9 +68,11 @@ def test_one_of_two_holds_a_lease_and_its_successor_has_a_higher_number(opened: 
     assert number > 1e12
     assert first.renew(TIMEOUT_S)
     assert second.acquire(0, TIMEOUT_S) == 0
+    assert second.is_held(TIMEOUT_S)
 
     first.revoke(first.token, TIMEOUT_S)
 
+    assert not second.is_held(TIMEOUT_S)
     assert second.acquire(0, TIMEOUT_S) == number + 1
     second.revoke(second.token, TIMEOUT_S)
     assert first.acquire(number + 100, TIMEOUT_S) == number + 101
@@ -174,6 +178,9 @@ class _Watched:
     def renew(self, timeout_s: float) -> bool:
         raise NotImplementedError
 
+    def is_held(self, timeout_s: float) -> bool:
+        return True
+
     def await_end(self, timeout_s: float) -> bool:
         self.is_watched.set()
         return self.release.wait(WAIT_S)
@@ -262,6 +269,64 @@ def test_a_store_that_sends_slowly_does_not_hold_up_the_next_one() -> None:
 
         assert store.renew(2.0)
         assert not open_store(f"etcd://{slow}/quire", "holder", DURATION_S).await_end(0.2)
+
+
+class _Held:
+    """Store whose lease another scheduler holds until `release`."""
+
+    holder, token = "other", ""
+
+    def __init__(self) -> None:
+        self.looks: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._is_held = True
+
+    def release(self) -> None:
+        """End the lease, and wait until this was seen."""
+        self._is_held = False
+        while self.looks.get(timeout=WAIT_S):
+            pass
+
+    def acquire(self, highest: int, timeout_s: float) -> int:
+        return 0 if self._is_held else highest + 1
+
+    def renew(self, timeout_s: float) -> bool:
+        return True
+
+    def is_held(self, timeout_s: float) -> bool:
+        self.looks.put(self._is_held)
+        return self._is_held
+
+    def await_end(self, timeout_s: float) -> bool:
+        raise NotImplementedError
+
+    def revoke(self, token: str, timeout_s: float) -> None:
+        pass
+
+
+def test_a_standby_that_hears_no_leader_lets_others_acquire_its_lease_first(tmp_path: Path) -> None:
+    """Otherwise, it would compete with a standby that has the whole journal."""
+    store = _Held()
+    election = Election(store, 60.0)
+    election.interval_s = 0.01
+    config = SchedulerConfig(journal=f"{tmp_path}/standby", standby_of=f"ipc://{tmp_path}/s")
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    standby = Standby(context, config, Numbers(own=5, highest=6), election=election)
+    standby._heard_leader_at = -1e9
+    for _ in range(2):
+        store.looks.get(timeout=WAIT_S)
+    now = time.monotonic()
+
+    standby._elected(now)
+    assert election._highest is None
+    store.release()
+    standby._elected(time.monotonic() + election.grace_s - 1)
+    assert election._highest is None
+    standby._elected(time.monotonic() + election.grace_s)
+    assert election._highest == 6
+
+    election.end()
+    standby.close()
+    context.term()
 
 
 class _EndingLease:

@@ -164,10 +164,12 @@ def test_sequences_that_contradict_each_other_are_not_used() -> None:
 
 
 def test_the_first_plan_of_each_worker_continues_all_requests_whose_kv_it_has() -> None:
-    """The chunk budget before the first measurement, 128 tokens, does not apply to the last blocks of these requests."""
+    """The limit of 128 tokens before the first measurement does not apply to the last blocks of these requests."""
     settings = {"max_num_seqs": 80, "max_num_batched_tokens": 4096, "itl_target_s": 0.5}
     first = Cluster(**settings)
-    workers = {f"w{number}": RetainingWorker(b"%d" % number, 4000, BLOCK, 80, max_tokens_per_step=1024) for number in range(2)}
+    workers = {
+        f"w{number}": RetainingWorker(b"%d" % number, 4000, BLOCK, 80, max_tokens_per_step=1024) for number in range(2)
+    }
     for worker_id, worker in workers.items():
         first.join(worker, worker_id)
     prompts = {stream: [stream * 5 + place for place in range(18)] for stream in range(160)}

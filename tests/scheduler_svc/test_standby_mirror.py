@@ -4,6 +4,7 @@ import errno
 import math
 import os
 import random
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from protos.quire.journal.v1.replication_pb2 import JournalPart
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.journal.journal import Journal
 from scheduler_svc.journal.recovery import Found, to_event
+from scheduler_svc.standby import waiting
 from scheduler_svc.standby.cursor import PART_BYTES, WINDOW_BYTES, Cursor, Part, Receipt, Replica, replicated
 from scheduler_svc.standby.leader_number import NumberFile, Numbers, ReplacedError
 from scheduler_svc.standby.leading import Standbys
@@ -317,6 +319,51 @@ def test_a_standby_whose_disk_was_full_starts_over(tmp_path: Path, monkeypatch: 
     copied = Journal(tmp_path / "standby", max_bytes=1 << 20, keep_s=300.0, clock_ms=lambda: 1_000_000, reports=False)
     assert _known(copied.restored.logs) == _known(to_event(journal._book, 0).logs)
     copied.close()
+    journal.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Yield a folder of a standby on a file system of 64 KiB."""
+    folder = tmp_path / "standby"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], check=False)
+    if mounted.returncode:
+        pytest.skip("only root may mount a file system")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_standby_with_a_full_disk_pauses_longer_before_each_copy(
+    small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It logs this once, removes what it has of the copy, and has the journal when there is space again."""
+    lines: list[str] = []
+    monkeypatch.setattr(waiting.log, "error", lambda event, **_: lines.append(event))
+    pauses: list[float] = []
+    fail = Standby._fail
+
+    def counted(standby: Standby, error: Exception, now: float) -> None:
+        fail(standby, error, now)
+        pauses.append(standby._pause_s)
+
+    monkeypatch.setattr(Standby, "_fail", counted)
+    journal = Journal(tmp_path / "leader", max_bytes=1 << 30, keep_s=60.0)
+    prompt = to_column(np.arange(50_000))
+    journal.note(ef.LogBegun(frontend=b"f/1", stream=1, spec=RequestSpec("r", 50_000, 9, identity=b"%016d" % 1),
+                             tokens=prompt, scores=()))  # fmt: skip
+    journal.commit()
+    with _replication(tmp_path) as (leader, standby):
+        _replicate(leader, journal, lambda: len(pauses) == 3)
+
+        assert pauses == [0.25, 0.5, 1.0]
+        assert len(lines) == 1
+        assert leader.stats(journal).copies == 3
+        assert leader.stats(journal).ready == 0
+        assert not list((small_disk / "incoming").glob("*"))
+        subprocess.run(["mount", "-o", "remount,size=16m", small_disk], check=True)
+        _replicate(leader, journal, lambda: leader.stats(journal).ready == 1)
+        assert standby._pause_s == 0
     journal.close()
 
 

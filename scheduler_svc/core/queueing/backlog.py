@@ -224,7 +224,7 @@ class Backlog:
         return worker if worker.kind.holds(request) and worker.grammars.is_ready(request.grammar_key) else None
 
     def num_coming_home(self, worker: Worker) -> int:
-        """Return the number of requests assigned to the worker if an earlier scheduler ran the first one; otherwise 0."""
+        """Return the number of requests assigned to the worker, or 0 if no earlier scheduler ran the first one."""
         first = self._assigned.first(worker)
         return self._assigned.count(worker) if first is not None and first.is_returning else 0
 
