@@ -102,6 +102,15 @@ CAUSES = (
         "The scheduler restarts again and again",
     ),
     Cause(
+        "QuireTakeovers",
+        # An upgrade of two schedulers takes two takeovers at most. Schedulers on one machine have no number.
+        "max without (frontend) (changes(quire_leader_number[15m])) > 2"
+        " or max without (frontend) (changes(quire_leader_pid[15m])) > 2",
+        "0s",
+        "ticket",
+        "Schedulers take over from each other again and again",
+    ),
+    Cause(
         "QuireWorkersLost",
         "quire_workers == 0 and increase(quire_workers_lost_total[10m]) > 0",
         "1m",

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -167,8 +168,8 @@ def main() -> int:
         time.sleep(max(0.0, min(_NAP_S, wake - time.monotonic())))
     first, later = (sum(worker.prefilled[part] for worker in workers) for part in (0, 1))
     print(json.dumps({"prefilled": first, "prefilled_again": later}), flush=True)
-    for worker in workers:
-        worker.close()
+    with ThreadPoolExecutor(len(workers)) as threads:  # Each link waits for its own goodbye to be sent.
+        list(threads.map(MockWorker.close, workers))
     return 0
 
 

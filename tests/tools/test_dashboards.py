@@ -165,6 +165,17 @@ def test_burn_alerts_end_with_the_burn(slo: str, tmp_path: Path) -> None:
             {"quire_scheduler_connected": "0x20", "quire_scheduler_addresses": "1x20"},
             {},
         ),
+        (
+            # Two takeovers are an upgrade; the second front end started later and saw one of them.
+            "QuireTakeovers",
+            {
+                'quire_leader_number{frontend="a"}': "1700000000000x9 1700000000001 1700000000002 1700000000003x9",
+                'quire_leader_number{frontend="b"}': "_x10 1700000000002 1700000000003x9",
+            },
+            {'quire_leader_number{frontend="a"}': "1700000000000x9 1700000000001 1700000000002x9"},
+            {},
+        ),
+        ("QuireTakeovers", {"quire_leader_pid": "71x9 82 71 93x9"}, {"quire_leader_pid": "71x9 82 93x9"}, {}),
         ("QuireNoStandby", {"quire_standby_ready": "0x20"}, {"quire_standby_ready": "1x20"}, {}),
         ("QuireJournalFailed", {"quire_journal_writes": "0x20"}, {"quire_journal_writes": "1x20"}, {}),
     ],
