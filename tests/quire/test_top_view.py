@@ -1,11 +1,18 @@
-"""The screen of `quire top` for the messages of a live view."""
+"""The screen of `quire top` for the messages of a live view, and `quire top` during a takeover."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent import futures
+from contextlib import contextmanager
 
+import grpc
 import pytest
+from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 
 from quire.admin.v1 import admin_pb2 as admin
+from quire.admin.v1 import admin_pb2_grpc
 from quire_server.cli._top_view import Top, bar, batch_line, curve
+from quire_server.cli.main import main
+from tests.quire.scripted_server import fail, reason
 
 
 def _load(
@@ -129,3 +136,75 @@ def test_drafts_are_those_since_the_screen_before() -> None:
         texts.append([line for line in top.lines() if "drafts:" in line])
 
     assert texts[1:] == [["  drafts: 20.0 per step, 75% accepted"], [], ["  drafts: 4.0 per step, 100% accepted"]]
+
+
+class _Service(admin_pb2_grpc.AdminServiceServicer):
+    """An operator API whose first live views fail as during a takeover."""
+
+    def __init__(self, failures: Sequence[str]) -> None:
+        self.target = ""
+        self.failures = list(failures)
+        """Reasons of the failures that are still to come; an empty one fails a view that has begun."""
+
+    def WatchSteps(
+        self, request: admin.WatchStepsRequest, context: grpc.ServicerContext
+    ) -> Iterator[admin.WatchStepsResponse]:
+        """Fail, or send one complete update."""
+        if self.failures:
+            failure = self.failures.pop(0)
+            if not failure:
+                yield admin.WatchStepsResponse()
+                yield admin.WatchStepsResponse(load=_load(0.0, output=9))
+            retry = error_details_pb2.RetryInfo()
+            retry.retry_delay.FromMilliseconds(1)
+            fail(context, grpc.StatusCode.UNAVAILABLE, "watch: lost", reason(failure or "NOT_READY"), retry)
+        yield admin.WatchStepsResponse()
+        yield admin.WatchStepsResponse(load=_load(0.0), tables=_tables())
+        yield admin.WatchStepsResponse(load=_load(1.0, output=5))
+
+
+@contextmanager
+def _served(*failures: str) -> Iterator[_Service]:
+    service = _Service(failures)  # type: ignore[abstract]  # the rest is not called
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(service, server)
+    service.target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        yield service
+    finally:
+        server.stop(None).wait()
+
+
+def test_one_reading_waits_for_the_next_leader(capsys: pytest.CaptureFixture[str]) -> None:
+    """During a takeover, views are refused or end. The numbers are those of the new leader only."""
+    with _served("NOT_READY", "", "NOT_READY") as service:
+        code = main(["top", "--once", "--target", service.target])
+
+    out, err = capsys.readouterr()
+    assert (code, err, service.failures) == (0, "", [])
+    assert "       5 output" in out
+
+
+def test_one_reading_does_not_wait_for_ever(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a leader, the command fails with the error of the service."""
+    monkeypatch.setattr("quire_server.cli.top._PATIENCE_S", 0.0)
+    with _served("NOT_READY", "NOT_READY") as service:
+        code = main(["top", "--once", "--target", service.target])
+
+    out, err = capsys.readouterr()
+    assert (code, out) == (1, "")
+    assert "watch: lost" in err
+    assert service.failures == ["NOT_READY"]
+
+
+def test_other_errors_of_a_view_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """A full service stays full."""
+    with _served("OVERLOADED") as service:
+        code = main(["top", "--once", "--target", service.target])
+
+    out, err = capsys.readouterr()
+    assert (code, out) == (1, "")
+    assert "watch: lost" in err
