@@ -118,7 +118,7 @@ class DiskJobSent:
     worker: Peer
     copy_id: int
     reads: bool
-    """Whether blocks are read from disk. Otherwise they are written."""
+    """Whether blocks are read from disk. Otherwise they are written, or all are deleted if `num_blocks` is 0."""
     num_blocks: int
 
 

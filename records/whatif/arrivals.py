@@ -86,12 +86,12 @@ class _Worker:
     in_flight: dict[int, tuple[float, Work]] = field(default_factory=dict)
     disk_jobs: dict[int, tuple[float, DiskJobSent, bool]] = field(default_factory=dict)
     """Disk jobs without a report, by ID, with the time of the order, and whether the job may have had to wait."""
+    answered: float = 0.0
+    """When the newest result of a step came; 0 before the first one."""
 
     def delays_disk(self, since: float) -> bool:
         """Return whether messages for or from its disk may have waited for a step since a time."""
         return self.member.hello.device.startswith("cpu") and (bool(self.in_flight) or self.answered > since)
-
-    answered: float = 0.0
 
 
 def read_load(segments: Iterable[Segment], since_unix_s: float = -math.inf) -> Recorded:

@@ -59,6 +59,11 @@ class Changed:
         assert self.disk_bytes is not None
         if not self.disk_bytes:
             return 0
+        if hello.num_kv_groups > 1:
+            raise ConfigError(
+                f"set: {_DISK}: a recorded worker has KV groups with windows, which are not written to disk;"
+                " use a record of workers with --disk-cache, which have one group"
+            )
         if not hello.num_host_blocks or hello.model.state_bytes:
             raise ConfigError(
                 f"set: {_DISK}: a recorded worker has no host memory for cached blocks, which pass through host memory;"

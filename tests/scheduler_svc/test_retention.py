@@ -178,6 +178,34 @@ def test_a_sequence_with_windows_loses_its_room_as_a_whole() -> None:
     assert retention.levels(np.arange(9)).tolist() == [0] * 4 + [1] * 5
 
 
+def test_a_new_tenant_costs_the_others_no_more_than_it_needs() -> None:
+    """Parts are not rounded down for all tenants, and one sequence with windows is lost if one is enough."""
+    blocks, whole = Retention(40, 0.5), Retention(40, 0.5)
+    for number, tenant in enumerate("abcde"):
+        for retention, is_whole in ((blocks, False), (whole, True)):
+            retention.retain(np.arange(4 * number, 4 * number + 4), tenant, 0, 10.0, whole=is_whole)
+    blocks.retain(np.array([20]), "f", 0, 10.0)
+    whole.retain(np.array([20]), "f", 0, 10.0, whole=True)
+    blocks.validate()
+    whole.validate()
+
+    assert blocks.num_blocks == 20
+    assert whole.num_blocks == 4 * 4 + 1
+    assert blocks.levels(np.array([20])) == whole.levels(np.array([20])) == 1
+
+
+def test_ends_of_lost_retentions_are_forgotten() -> None:
+    """If many retentions end before their time, the number of remembered ends is reduced, too."""
+    retention = Retention(400, 0.5)
+    for block in range(150):
+        retention.retain(np.array([block]), "a", 0, 10.0)
+
+    retention.forget(np.arange(150))
+
+    retention.validate()
+    assert not retention
+
+
 def test_the_default_share_is_half_of_the_cache() -> None:
     """Without configuration, at most half of a worker's blocks are retained."""
     requests = _Requests()

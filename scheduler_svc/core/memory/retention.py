@@ -9,7 +9,8 @@ Tenants with a common prefix may retain the same block. The block counts for the
 of both priorities applies. If several tenants wait, the highest priority stays, then the retention that ends last.
 
 All tenants together hold at most a part of the blocks. If they ask for more, no tenant holds more than an equal
-part while another one has less than it asks for. If there are more tenants than blocks, each holds at most one block,
+part while another one has less than it asks for. No more is lost than needed, so the parts may differ by one block, or
+by one sequence with windows. If there are more tenants than blocks, each holds at most one block,
 and later tenants wait for room. The retention ends first for blocks with the lowest priority, then for
 those of the request that ended first, from the end of its sequence. They stay in the cache, in order of last use.
 With windows, a sequence is found only through the window blocks before its end. It is retained whole, or not at all.
@@ -196,7 +197,7 @@ class Retention:
                 continue
             for each in above:
                 excess = self._by_tenant.get(each, 0) + (more if each == tenant else 0) - part
-                while excess > 0:
+                while excess > 0 and self.num_blocks + more > self._most:
                     record = self._least(each)
                     if each == tenant and more and self._is_kept(record, level, first_new):
                         count = min(excess, more)
@@ -224,7 +225,7 @@ class Retention:
         """
         own = self._by_tenant.get(tenant, 0) + more
         short = self.num_blocks + more - self._most
-        above: list[str] = []
+        above: dict[str, None] = {}
         total, part = 0, 0
         while self._largest or tenant not in above:
             size, other = self._largest[0] if self._largest else (0, tenant)
@@ -235,13 +236,13 @@ class Retention:
                 continue
             if -size <= part:
                 break
-            above.append(other)
+            above[other] = None
             total -= size
             part = max(1, (total - short) // len(above))
         for each in above:
             if each in self._by_tenant:
                 heappush(self._largest, (-self._by_tenant[each], each))
-        return part, above
+        return part, list(above)
 
     def _least(self, tenant: str) -> _Record | None:
         """Return the tenant's record that loses blocks first if room is short; None if the tenant holds nothing."""
@@ -305,9 +306,6 @@ class Retention:
                 self._by_session.setdefault(record.session, set()).add(record.number)
             heappush(self._ends, (record.until, record.number))
             self.next_end = self._ends[0][0]
-            if len(self._ends) > 2 * len(self._records) + _STALE:
-                self._ends = [(each.until, number) for number, each in self._records.items()]
-                heapify(self._ends)
         self._numbers[place, blocks] = record.number
         self._levels[place, blocks] = record.level
         record.counts[place] += len(blocks)
@@ -346,6 +344,9 @@ class Retention:
                         del self._by_session[record.session]
             elif 2 * sum(record.counts) < len(record.blocks):
                 record.blocks = self._remaining(number, record.blocks)
+        if len(self._ends) > 2 * len(self._records) + _STALE:
+            self._ends = [(each.until, number) for number, each in self._records.items()]
+            heapify(self._ends)
 
     def _count(self, tenant: str, change: int) -> None:
         """Change the number of blocks that a tenant holds."""

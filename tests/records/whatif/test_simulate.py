@@ -188,6 +188,16 @@ def test_a_disk_that_the_worker_cannot_have_is_refused(memory: Memory, size: str
         compare(from_record(tmp_path), [f"disk_cache_bytes={size}"])
 
 
+def test_a_disk_is_refused_for_workers_with_windows(tmp_path: Path) -> None:
+    """They use host memory, but only for preempted requests, so a disk would silently have no effect."""
+    record_run(tmp_path, DRAFTING, num_workers=1, num_requests=20, memory=_SMALL)
+    case = from_record(tmp_path)
+    members = [replace(each, hello=replace(each.hello, num_kv_groups=2, window=8)) for each in case.service.members]
+
+    with pytest.raises(ConfigError, match="KV groups with windows"):
+        compare(replace(case, service=replace(case.service, members=members)), ["disk_cache_bytes=1GiB"])
+
+
 @pytest.mark.release
 @pytest.mark.parametrize("seed", [2, 4, 6, 7, 9, 13])
 def test_a_run_of_the_simulator_is_reproduced(seed: int, tmp_path: Path) -> None:

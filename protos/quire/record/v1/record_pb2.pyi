@@ -1470,7 +1470,7 @@ class DiskJob(_message.Message):
     copy_id: _builtins.int
     """The job."""
     reads: _builtins.bool
-    """Blocks are read from disk. Otherwise they are written."""
+    """Blocks are read from disk. Otherwise they are written, or all are deleted if num_blocks is 0."""
     num_blocks: _builtins.int
     """Number of blocks."""
     def __init__(
