@@ -34,7 +34,7 @@ class LeaseError(Exception):
     """The store of the lease cannot be used now."""
 
 
-UNUSABLE = (LeaseError, LookupError, TypeError, ValueError, AttributeError)
+UNUSABLE = (LeaseError, LookupError, TypeError, ValueError, AttributeError, OverflowError)
 """Errors of a store that cannot be used now. A store that responds with something else cannot be used either."""
 
 

@@ -365,11 +365,19 @@ class KubernetesLease:
         return None if status == _NOT_FOUND else found
 
     def _write(self, lease: Any, timeout_s: float) -> Any:
-        """Write the object and return it, or None if it has changed meanwhile."""
+        """Write the object and return it, or None if it has changed meanwhile.
+
+        Raises:
+            LeaseError: the response does not show that it was written.
+        """
         is_new = "resourceVersion" not in lease["metadata"]
         method, path = ("POST", "") if is_new else ("PUT", f"/{self._name}")
         status, found = self._call(method, path, lease, timeout_s)
-        return None if status in (_CONFLICT, _NOT_FOUND) else found
+        if status in (_CONFLICT, _NOT_FOUND):
+            return None
+        if found["spec"].get("holderIdentity", "") != lease["spec"]["holderIdentity"]:
+            raise LeaseError(f"Kubernetes: {method} {self._all}{path}: the response is not the Lease object")
+        return found
 
     def _call(self, method: str, path: str, body: Any, timeout_s: float) -> tuple[int, Any]:
         # Kubernetes replaces the token from time to time.

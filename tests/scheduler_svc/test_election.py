@@ -214,8 +214,10 @@ def _whole(content: bytes) -> bytes:
         b"[]",
         b"[" * 200_000,
         b'{"responses": [{"response_range": []}, {"response_range": []}]}',
+        b'{"result": {"TTL": 1e999}, "header": {"revision": 1e999},'
+        b' "responses": [{"response_range": {"kvs": [{"value": ""}]}}, {"response_range": {}}]}',
     ],
-    ids=["null", "list", "deep", "lists"],
+    ids=["null", "list", "deep", "lists", "infinity"],
 )  # fmt: skip
 def test_a_store_that_sends_something_else_is_asked_again(content: bytes) -> None:
     """For example, a proxy in front of etcd sends something else for a while. The scheduler stands until it leads."""
@@ -255,6 +257,23 @@ def test_a_response_that_says_nothing_about_the_lease_does_not_end_it() -> None:
 
         with pytest.raises(LeaseError, match="not now"):
             store.renew(TIMEOUT_S)
+
+
+def test_a_response_without_the_written_object_is_no_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a proxy responds for the API server, a scheduler neither leads nor counts its lease as renewed."""
+    with lease_servers.kubernetes(tmp_path) as (environ, account, _):
+        holder, other = (
+            open_store("kubernetes", name, DURATION_S, environ=environ, account=account) for name in ("holder", "other")
+        )
+        assert _acquire(holder)
+        monkeypatch.setattr(
+            lease_servers.LeaseObject, "handle", lambda _, method, *__: (404 if method == "GET" else 200, {})
+        )
+
+        with pytest.raises(UNUSABLE):
+            holder.renew(TIMEOUT_S)
+        with pytest.raises(UNUSABLE):
+            other.acquire(0, TIMEOUT_S)
 
 
 def test_a_store_that_sends_slowly_does_not_hold_up_the_next_one() -> None:
