@@ -501,7 +501,7 @@ class Scheduler:
         if not found:
             return
         match, worker = max(found, key=lambda each: each[1].num_cached(each[0]))
-        worker.load(request, match, now)
+        worker.load(request, match, now, self._requests.backlog.competing_tokens // len(self._fleet))
         self._send_jobs(worker)
 
     def _use_disk(self, worker: Worker, now: float) -> None:

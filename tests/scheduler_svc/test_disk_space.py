@@ -11,6 +11,8 @@ from scheduler_svc.core.interface.disk import DiskAction, DiskBlock, DiskJob
 from scheduler_svc.core.memory.disk_space import DiskSpace
 from scheduler_svc.core.memory.host_keys import BlockEntry
 from scheduler_svc.core.memory.swapping import SwapSpace
+from scheduler_svc.core.workers.cost_model import StepShape
+from scheduler_svc.core.workers.worker import Worker
 from shared.columns import to_column
 from shared.prefix_keys import KEY_BYTES, BlockKey, following_keys, root_key
 from tests.scheduler_svc.cluster import Cluster
@@ -272,3 +274,53 @@ def test_a_repeated_submission_reads_nothing() -> None:
     assert not cluster.effects
     cluster.submit(2, prompt, 5)
     assert [type(effect) for effect in cluster.effects] == [ef.DiskJobWanted]
+
+
+def _measure_slow_reads(worker: Worker) -> None:
+    """Let computing a block of four tokens take 4 ms, and reading it 6 ms."""
+    for number in range(400):
+        num_tokens = 8 + 8 * (number % 2)
+        worker.costs.measured(StepShape(0, num_tokens), num_tokens / 1000)
+        worker.costs.reads_measured(1, 0.006)
+    assert worker.costs.prompt_token_s == pytest.approx(0.001, rel=0.1)
+    assert not worker.costs.may_read(1, 4)
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_a_slow_disk_is_read_while_other_prompts_wait(is_busy: bool) -> None:
+    """Reading a block takes longer than computing it, but not longer than computing the waiting prompts before it."""
+    prompt = list(range(100, 140))
+    cluster = Cluster(max_num_seqs=8, max_num_batched_tokens=16)
+    model = ModelWorker(b"w/1", 88, 4, 8, num_host_blocks=64, num_disk_blocks=8)
+    cluster.join(model)
+    worker = cluster.core.worker(model.peer)
+    assert worker is not None
+    _measure_slow_reads(worker)
+    keys = following_keys(root_key("f", b""), to_column(prompt), 4)
+    found = tuple(
+        DiskBlock(number, keys[number * KEY_BYTES :][:KEY_BYTES], root_key("f", b""), not number) for number in range(8)
+    )
+    cluster.handle(ev.DiskReported(worker=model.peer, epoch=model.epoch, found=found, is_complete=True))
+    for stream in range(10, 15) if is_busy else ():
+        cluster.submit(stream, [stream] * 40, 5)
+
+    cluster.effects.clear()
+    cluster.submit(1, prompt, 5)
+
+    assert [type(effect) for effect in cluster.effects] == [ef.DiskJobWanted] * is_busy
+
+
+def test_blocks_are_written_while_the_latest_reads_paid() -> None:
+    """Blocks are written to a disk that is slower than computing if prompts that wait make reading pay."""
+    cluster = Cluster()
+    model = ModelWorker(b"w/1", 88, 4, 8, num_host_blocks=64, num_disk_blocks=8)
+    cluster.join(model)
+    cluster.handle(ev.DiskReported(worker=model.peer, epoch=model.epoch, found=(), is_complete=True))
+    worker = cluster.core.worker(model.peer)
+    assert worker is not None
+    _measure_slow_reads(worker)
+    for share, num_written in ((0.5, 4), (0.0, 0)):
+        worker.read_share = share
+        _store(worker.swap, *range(10 * num_written, 10 * num_written + 4))
+        worker.write_to_disk(0.0)
+        assert sum(len(job.blocks) for job in _jobs(worker.swap)) == num_written

@@ -424,7 +424,8 @@ class Admission:
         worker = self._worker
         match = worker.match(request)
         if len(match.on_disk) and not worker.draining:
-            worker.load(request, match, self._now)
+            num_workers = self._placement.num_workers if self._placement is not None else 1
+            worker.load(request, match, self._now, self._backlog.competing_tokens // num_workers)
         if not worker.draining and waits_for_prefix(worker, request, match):
             is_read = not worker.pool.cache.is_pending(match.next_key)
             request.waits_for(WaitReason.DISK if is_read else WaitReason.PREFIX, self._now)

@@ -153,6 +153,11 @@ class Placement:
         self._late: set[Worker] = set()
         """Workers whose plan is overdue. No request is assigned to them until the plan is made."""
 
+    @property
+    def num_workers(self) -> int:
+        """Number of workers that take requests."""
+        return len(self._order)
+
     def set_fleet(self, workers: list[Worker]) -> None:
         """Set the workers that take requests."""
         present = dict.fromkeys(workers)

@@ -44,6 +44,8 @@ _LEAST_WAIT_S = 0.02
 """A request waits at least this long for the disk, s."""
 _UNKNOWN_WAIT_S = 0.1
 """The same before the time to compute tokens is measured."""
+_READ_GAIN, _LEAST_READ_SHARE = 1 / 32, 1 / 64
+"""Weight of a new prefix in `Worker.read_share`, and the least share with which blocks are written to disk."""
 
 
 @dataclass(slots=True)
@@ -200,6 +202,8 @@ class Worker:
     """Blocks of layers with a sliding window; None if the worker has one KV group."""
     in_flight: deque[StepInFlight] = field(default_factory=deque)
     departed: dict[tuple[int, int], Departure] = field(default_factory=dict)
+    read_share: float = 1.0
+    """Share of the latest prefixes on disk whose tokens were read, or could have been, before they were computed."""
     prefilling: list[int] = field(default_factory=list)
     """Rows in prefill, in order of arrival."""
     pending_leaves: list[int] = field(default_factory=list)
@@ -403,13 +407,25 @@ class Worker:
         """Return whether a request should wait for this block: a row computes it next, or it is read from disk."""
         return self.pool.cache.is_pending(key) or (self.swap.disk is not None and self.swap.disk.is_awaited(key))
 
-    def load(self, request: Request, match: Match, now: float) -> None:
-        """Start to read the blocks on disk that continue a match, if this is faster than computing them."""
+    def load(self, request: Request, match: Match, now: float, num_competing: int) -> None:
+        """Start to read the blocks on disk that continue a match, if this is faster than computing them.
+
+        Tokens to compute wait for those of other requests, but a read takes no time of the device.
+
+        Args:
+            request: the request.
+            match: its cached blocks.
+            now: current time, s.
+            num_competing: uncached prompt tokens of the waiting requests, per worker.
+        """
         disk, size = self.swap.disk, self.rows.block_size
         if disk is None or not disk.is_ready or not len(match.on_disk) or request.num_loads >= _MAX_LOADS:
             return
         num_before, num_blocks = len(match.blocks) + len(match.host), len(match.on_disk)
         cost = chunk_cost(num_blocks * size, num_before * size, self.model.break_even_context)
+        cost += self.prefill_backlog() + max(0, num_competing - num_blocks * size)
+        pays = self.costs.may_read(num_blocks + disk.num_reading, cost)
+        self.read_share += _READ_GAIN * (pays - self.read_share)
         if not self.costs.reads(num_blocks + disk.num_reading, cost):
             return
         recompute_s = cost * self.costs.prompt_token_s if self.costs.has_chunks else _UNKNOWN_WAIT_S
@@ -420,9 +436,11 @@ class Worker:
             request.loaded_tokens += num_read * size
 
     def write_to_disk(self, now: float) -> None:
-        """Start to write cached blocks to disk if this pays."""
+        """Start to write cached blocks to disk if reading them pays, alone or while other prompts wait."""
         disk = self.swap.disk
-        if disk is not None and disk.wants_to_write(now) and self.costs.keeps_on_disk(self.rows.block_size):
+        if disk is None or not disk.wants_to_write(now):
+            return
+        if self.read_share > _LEAST_READ_SHARE or self.costs.keeps_on_disk(self.rows.block_size):
             self.swap.write_to_disk(now)
 
     def match(self, request: Request) -> Match:
