@@ -7,7 +7,7 @@ from services.access.principals import CURRENT
 from services.calls.context import Services
 from services.calls.texts import Texts
 from services.http.bodies import parse
-from services.http.endpoint import Exchange
+from services.http.endpoint import MAX_BODY_BYTES, Exchange
 from services.http.identity import choose_request_id
 from services.http.logprobs import Logprobs
 from services.http.output import ChatOutput
@@ -126,14 +126,29 @@ class ResponsesEndpoints:
         await exchange.answer({"id": response_id, "object": "response", "deleted": True})
 
     def _resolved(self, body: ResponsesBody) -> ResponsesBody:
-        """Return the body with references to stored items replaced by the items."""
+        """Return the body with references to stored items replaced by the items.
+
+        Raises:
+            InvalidRequestError: an item is not stored, or the items together are larger than a body may be.
+        """
         if isinstance(body.input, str):
             return body
-        stored: dict[str, InputItem] = {}
+        stored: dict[str, tuple[InputItem, int]] = {}
+        resolved, num_bytes = [], 0
         for number, item in enumerate(body.input):
-            if item.type == "item_reference" and item.id not in stored:
-                stored[item.id] = self._item(item.id, number)
-        resolved = [stored[item.id] if item.type == "item_reference" else item for item in body.input]
+            if item.type != "item_reference":
+                resolved.append(item)
+                continue
+            if item.id not in stored:
+                found = self._item(item.id, number)
+                stored[item.id] = found, len(found.model_dump_json().encode())
+            found, size = stored[item.id]
+            num_bytes += size
+            # A short body may refer to a large item thousands of times.
+            if num_bytes > MAX_BODY_BYTES:
+                what = f"the stored items of this input have more than {MAX_BODY_BYTES} bytes; refer to fewer items"
+                raise InvalidRequestError(FieldViolation(f"input[{number}].id", what))
+            resolved.append(found)
         return body.model_copy(update={"input": resolved})
 
     def _item(self, item_id: str, number: int) -> InputItem:

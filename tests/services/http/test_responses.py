@@ -400,6 +400,29 @@ def test_many_references_to_an_item_read_it_once(tmp_path: Path, monkeypatch: py
     asyncio.run(main())
 
 
+def test_references_stand_for_at_most_the_bytes_of_a_body(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a short body with thousands of references to a large item would fill the memory."""
+    monkeypatch.setattr("services.http.responses.endpoint.MAX_BODY_BYTES", 2000)
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            (item,) = (await stack.http.post("/v1/responses", json={"input": "hi", "max_output_tokens": 8})).json()[
+                "output"
+            ]
+            reference = {"type": "item_reference", "id": item["id"]}
+            answers = [
+                await stack.http.post("/v1/responses/input_tokens", json={"input": [reference] * count})
+                for count in (2, 100)
+            ]
+
+            assert [answer.status_code for answer in answers] == [200, 400]
+            error = answers[1].json()["error"]
+            assert "have more than 2000 bytes; refer to fewer items" in error["message"]
+            assert error["param"].startswith("input[")
+
+    asyncio.run(main())
+
+
 def test_without_a_store_nothing_is_continued(tmp_path: Path) -> None:
     """With response_store_bytes 0, previous_response_id is refused with the remedy."""
 
