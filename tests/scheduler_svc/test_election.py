@@ -16,15 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+import psutil
 import pytest
 import zmq
 
 from protos.quire.link.v1 import link_pb2
+from protos.quire.plan.v1 import plan_pb2
 from scheduler_svc.service import SchedulerService
 from scheduler_svc.standby.election import UNUSABLE, Election, LeaseError, LeaseStore
 from scheduler_svc.standby.leader_number import Numbers
 from scheduler_svc.standby.stores import open_store
 from scheduler_svc.standby.waiting import Standby, Succession
+from shared.columns import to_column
 from shared.config import ConfigError, SchedulerConfig
 from shared.frames import LINK_MAX_MESSAGE, PLAN_MAX_MESSAGE
 from shared.telemetry import Telemetry
@@ -578,6 +581,101 @@ def test_no_scheduler_leads_while_the_store_is_away(cell: Cell) -> None:
     cell.etcd.send_signal(signal.SIGCONT)
 
     assert _log(cell.leader()[0]) == [1, 2, 3, 11, 12]
+
+
+_COPY_LIMIT_BYTES = 32 << 10
+"""Maximum file size of a standby that cannot complete its copy."""
+
+
+class _Partial:
+    """A standby of a leader with a large journal. Its copy stays partial until `complete`.
+
+    The copy fails at each attempt, because the journal is larger than the standby's maximum file size.
+    """
+
+    def __init__(self, leader: Scheduler, folder: Path, *flags: str) -> None:
+        frontend = leader.frontend()
+        frontend.hello()
+        submissions = [
+            link_pb2.Submission(
+                stream=stream,
+                request_id=f"waiting{stream}",
+                token_ids=to_column([1, 2, 3]),
+                num_prompt_tokens=3,
+                max_tokens=4,
+                sampling=plan_pb2.SamplingParams(top_p=1).SerializeToString(),
+                credit=1000,
+                identity=stream.to_bytes(16, "little"),
+            )
+            for stream in range(1, 1001)
+        ]
+        frontend.send(link_pb2.FrontendMessage(submissions=submissions))
+        begun = leader.until("quire_standby_copies_total", lambda value: value >= 0)
+        self.scheduler = Scheduler(folder, *flags)
+        self._process = psutil.Process(self.scheduler.process.pid)
+        self._unlimited = self._process.rlimit(psutil.RLIMIT_FSIZE)
+        self._process.rlimit(psutil.RLIMIT_FSIZE, (_COPY_LIMIT_BYTES, self._unlimited[1]))
+        # The second copy begins after the first one has failed.
+        leader.until("quire_standby_copies_total", lambda value: value >= begun + 2)
+
+    def complete(self) -> None:
+        """Let the next copy succeed."""
+        self._process.rlimit(psutil.RLIMIT_FSIZE, self._unlimited)
+
+
+def test_a_standby_with_a_partial_journal_lets_one_with_the_whole_journal_lead(tmp_path: Path) -> None:
+    """The leader dies while one standby catches up. That standby then gets the journal of the new leader."""
+    with lease_servers.etcd(tmp_path) as (server, _), ExitStack() as stack:
+        flags = (f"--leader-lease=etcd://{server}/quire", "--leader-lease-s=20")
+        others = [",".join(f"ipc://{tmp_path}/{other}/s" for other in "abc" if other != name) for name in "abc"]
+        leader = Scheduler(tmp_path / "a", f"--standby-of={others[0]}", *flags)
+        stack.callback(leader.close)
+        number = leader.until("quire_leader_number", lambda value: value > 0)
+        whole = Scheduler(tmp_path / "b", f"--standby-of={others[1]}", *flags)
+        stack.callback(whole.close)
+        _begin(leader)
+        partial = _Partial(leader, tmp_path / "c", f"--standby-of={others[2]}", *flags)
+        stack.callback(partial.scheduler.close)
+        leader.until("quire_standby_ready", lambda value: value == 1)
+        leader.until("quire_standby_lag_bytes", lambda value: value > _COPY_LIMIT_BYTES)
+        leader.kill()
+
+        taken = whole.until("quire_leader_number", lambda value: value > 0)
+
+        assert taken == number + 1, "another standby led first"
+        assert _log(whole) == [1, 2, 3, 11, 12]
+        whole.until("quire_standby_ready", lambda value: value == 0)
+        partial.complete()
+        whole.until("quire_standby_ready", lambda value: value == 1)
+        whole.kill()
+        partial.scheduler.until("quire_leader_number", lambda value: value == number + 2)
+        assert _log(partial.scheduler) == [1, 2, 3, 11, 12]
+
+
+def test_a_leader_that_restarts_continues_if_its_standby_has_a_partial_journal(tmp_path: Path) -> None:
+    """The standby lets it lead again, and then gets the whole journal."""
+    with lease_servers.etcd(tmp_path) as (server, _), ExitStack() as stack:
+        flags = (f"--leader-lease=etcd://{server}/quire", "--leader-lease-s=20")
+        addresses = [f"ipc://{tmp_path}/{name}/s" for name in "ab"]
+        leader = Scheduler(tmp_path / "a", f"--standby-of={addresses[1]}", *flags)
+        stack.callback(leader.close)
+        number = leader.until("quire_leader_number", lambda value: value > 0)
+        _begin(leader)
+        partial = _Partial(leader, tmp_path / "b", f"--standby-of={addresses[0]}", *flags)
+        stack.callback(partial.scheduler.close)
+        leader.kill()
+        leader.close()
+
+        restarted = Scheduler(tmp_path / "a", f"--standby-of={addresses[1]}", *flags)
+        stack.callback(restarted.close)
+
+        assert restarted.until("quire_leader_number", lambda value: value > 0) == number + 1
+        assert _log(restarted) == [1, 2, 3, 11, 12]
+        partial.complete()
+        restarted.until("quire_standby_ready", lambda value: value == 1)
+        restarted.kill()
+        partial.scheduler.until("quire_leader_number", lambda value: value == number + 2)
+        assert _log(partial.scheduler) == [1, 2, 3, 11, 12]
 
 
 @pytest.mark.parametrize(
