@@ -1,6 +1,9 @@
 """What requests get that ask the core to retain their KV, or that announce the pause of their session."""
 
+from unittest.mock import Mock
+
 import numpy as np
+import pytest
 
 from records.rules.model_worker import ModelWorker
 from scheduler_svc.core.interface import events as ev
@@ -192,6 +195,22 @@ def test_a_new_tenant_costs_the_others_no_more_than_it_needs() -> None:
     assert blocks.num_blocks == 20
     assert whole.num_blocks == 4 * 4 + 1
     assert blocks.levels(np.array([20])) == whole.levels(np.array([20])) == 1
+
+
+def test_many_blocks_that_two_tenants_retain_change_hands_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request for one more block computes the parts a few times, not once for each block that makes no room."""
+    retention = Retention(2000, 0.5)
+    retention.retain(np.arange(1000), "a", 0, 10.0)
+    retention.retain(np.arange(1000), "b", 0, 20.0)
+    computed = Mock(side_effect=retention._equal_part)
+    monkeypatch.setattr(retention, "_equal_part", computed)
+
+    retention.retain(np.array([1000]), "b", 0, 20.0)
+    retention.validate()
+
+    assert 0 < computed.call_count < 20
+    assert abs(retention._by_tenant["a"] - retention._by_tenant["b"]) <= 1
+    assert retention.num_blocks == 1000
 
 
 def test_ends_of_lost_retentions_are_forgotten() -> None:

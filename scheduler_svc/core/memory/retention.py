@@ -191,7 +191,7 @@ class Retention:
         # Blocks that others wait for make no room when they are lost, so the parts are computed again.
         while not is_done and self.num_blocks + more > self._most:
             is_done = True
-            part, above = self._equal_part(tenant, more)
+            part, above, below = self._equal_part(tenant, more)
             if before is not None and before + more > part:
                 more, before, is_done = 0, None, False
                 continue
@@ -205,19 +205,30 @@ class Retention:
                     else:
                         assert record is not None
                         present = self._present(record, _HELD)
-                        lost.append(present if record.is_whole else present[-excess:])
-                        count = len(lost[-1])
-                        self._end(lost[-1])
+                        if not record.is_whole:
+                            # Those that other tenants wait for are lost many at a time, as far as this tenant holds
+                            # no less than any of the others then.
+                            most = excess if len(above) > 1 else max(excess, (self._by_tenant[each] - below) // 2)
+                            present = self._last(present[-most:], excess)
+                        lost.append(present)
+                        count = len(present)
+                        self._end(present)
                     excess -= count
                     is_done = False
         return max(0, min(more, self._most - self.num_blocks)), np.concatenate([NO_INDICES, *lost])
+
+    def _last(self, blocks: IndexArray, num_free: int) -> IndexArray:
+        """Return the shortest end of blocks that contains so many for which no tenant waits; all if there are fewer."""
+        is_free = self._numbers[_WAITING, blocks] == 0
+        places = np.flatnonzero(is_free)
+        return blocks[places[-num_free] :] if len(places) >= num_free else blocks
 
     def _is_kept(self, record: _Record | None, level: int, first_new: int) -> bool:
         """Return whether further blocks have no precedence over the first record to lose blocks."""
         return record is None or record.level > level or record.number >= first_new
 
-    def _equal_part(self, tenant: str, more: int) -> tuple[int, list[str]]:
-        """Return the number of blocks to which tenants with more are reduced, and these tenants.
+    def _equal_part(self, tenant: str, more: int) -> tuple[int, list[str], int]:
+        """Return the number of blocks to which tenants with more are reduced, these tenants, and the next lower number.
 
         Args:
             tenant: a tenant that asks for further blocks.
@@ -226,7 +237,7 @@ class Retention:
         own = self._by_tenant.get(tenant, 0) + more
         short = self.num_blocks + more - self._most
         above: dict[str, None] = {}
-        total, part = 0, 0
+        total, part, below = 0, 0, 0
         while self._largest or tenant not in above:
             size, other = self._largest[0] if self._largest else (0, tenant)
             if own >= -size and tenant not in above:
@@ -235,6 +246,7 @@ class Retention:
                 heappop(self._largest)
                 continue
             if -size <= part:
+                below = -size
                 break
             above[other] = None
             total -= size
@@ -242,7 +254,7 @@ class Retention:
         for each in above:
             if each in self._by_tenant:
                 heappush(self._largest, (-self._by_tenant[each], each))
-        return part, list(above)
+        return part, list(above), below
 
     def _least(self, tenant: str) -> _Record | None:
         """Return the tenant's record that loses blocks first if room is short; None if the tenant holds nothing."""
