@@ -170,6 +170,20 @@ def test_a_sequence_with_windows_is_retained_whole_or_not_at_all() -> None:
     assert retention.levels(np.arange(10)).tolist() == [1] * 4 + [0] * 6
 
 
+def test_a_sequence_with_windows_that_cannot_be_retained_takes_no_room() -> None:
+    """If blocks with a higher priority leave too little room, those with a lower priority are not lost in vain."""
+    retention = Retention(20, 0.5)
+    retention.retain(np.arange(4), "a", 0, 10.0, whole=True)
+    retention.retain(np.arange(4, 10), "a", 5, 10.0, whole=True)
+    retention.retain(np.arange(10, 18), "a", 3, 10.0, whole=True)
+    retention.validate()
+    assert retention.levels(np.arange(18)).tolist() == [1] * 4 + [6] * 6 + [0] * 8
+
+    retention.retain(np.arange(10, 14), "a", 3, 10.0, whole=True)
+    retention.validate()
+    assert retention.levels(np.arange(18)).tolist() == [0] * 4 + [6] * 6 + [4] * 4 + [0] * 4
+
+
 def test_a_sequence_with_windows_loses_its_room_as_a_whole() -> None:
     """A tenant that must reduce its part loses the oldest sequence with windows, and keeps the others complete."""
     retention = Retention(16, 0.5)

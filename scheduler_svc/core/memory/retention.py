@@ -146,7 +146,9 @@ class Retention:
             self._move(record, _HELD, own[start:end][(at == _HELD) & ~free])
             new.append((record, own[start:end], own[start:end][free]))
         more = sum(len(part) for _, _, part in new)
-        before = sum(record.counts[_HELD] for record, _, _ in new) if whole else None
+        before = None
+        if whole:
+            before = sum(record.counts[_HELD] for record, _, _ in new) + self._num_above(tenant, level, first_new)
         room, lost = self._make_room(tenant, more, level, first_new, before)
         if whole and room < more:
             room = 0
@@ -181,7 +183,8 @@ class Retention:
             more: number of further blocks that it asks for.
             level: their level.
             first_new: first number of the records with this request's blocks, which precede the further blocks.
-            before: number of the tenant's blocks that the further blocks need; None if a part of these is of use.
+            before: number of the tenant's blocks that are not lost for the further blocks; None if a part of the
+                further blocks is of use.
 
         Returns:
             The number of further blocks for which there is room, and the blocks that were lost.
@@ -222,6 +225,12 @@ class Retention:
         is_free = self._numbers[_WAITING, blocks] == 0
         places = np.flatnonzero(is_free)
         return blocks[places[-num_free] :] if len(places) >= num_free else blocks
+
+    def _num_above(self, tenant: str, level: int, first_new: int) -> int:
+        """Return the number of blocks that a tenant's earlier records with higher levels hold."""
+        levels = range(level + 1, MAX_RETENTION_PRIORITY + 2)
+        numbers = (number for each in levels for number in self._queues.get((tenant, each), ()))
+        return sum(self._records[number].counts[_HELD] for number in numbers if number < first_new)
 
     def _is_kept(self, record: _Record | None, level: int, first_new: int) -> bool:
         """Return whether further blocks have no precedence over the first record to lose blocks."""
