@@ -13,6 +13,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from services.http.responses.schema import ResponseTool
+from shared.json_text import read_json_text
 
 Json = dict[str, Any]
 
@@ -99,6 +100,9 @@ def custom_input(arguments: str) -> str:
     try:
         parsed = from_json(arguments or "{}", allow_partial="trailing-strings")
     except ValueError:
-        return arguments
+        try:
+            parsed = read_json_text(arguments)  # It may contain half a surrogate pair.
+        except (ValueError, RecursionError):
+            return arguments
     text = parsed.get(_INPUT, "" if not parsed else None) if isinstance(parsed, dict) else None
     return text if isinstance(text, str) else arguments

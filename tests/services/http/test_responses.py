@@ -200,6 +200,7 @@ def test_allowed_tools_and_strict_reach_the_chat() -> None:
     [
         ('{"input": "*** \\u00e9\\n"}', "*** é\n"),
         ('{"input": "cut o', "cut o"),
+        ('{"input": "half \\ud83d"}', "half \ufffd"),
         ('{"patch": 1}', '{"patch": 1}'),
         ("", ""),
     ],
