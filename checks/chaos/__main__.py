@@ -32,6 +32,8 @@ def main() -> int:
         type=Path,
         help="folder of a small file system, which is filled and emptied in turn, for journal and record",
     )
+    parser.add_argument("--architecture", default="LlamaForCausalLM", help="class of the model in transformers")
+    parser.add_argument("--tiers", type=Path, help="folder of a disk cache, for conversations that exceed the memory")
     options = parser.parse_args()
     campaign = Campaign(
         num_streams=options.streams,
@@ -43,6 +45,8 @@ def main() -> int:
         minutes=options.minutes,
         busy=options.busy,
         disk=options.disk,
+        architecture=options.architecture,
+        tiers=options.tiers,
     )
     with tempfile.TemporaryDirectory(prefix="quire-chaos-") as folder:
         command.tell(run(campaign, Path(folder)).figures(), options.json)

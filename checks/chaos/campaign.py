@@ -36,6 +36,8 @@ WATCHDOG_S = 3.0
 SILENCE_TIMEOUT_S = 2.5
 """Time for which a cut connection stays cut, and every second frozen process stays frozen."""
 PATIENCE_S = 120.0
+_TOKEN_BYTES = 512
+"""Bytes of the KV of a token in the checkpoint of `LlamaForCausalLM`, in float32."""
 
 
 class Fault(enum.Enum):
@@ -67,6 +69,10 @@ class Campaign:
     """Number of other processes that compute all the time."""
     disk: Path | None = None
     """Folder for the journal and the record, on a file system that is alternately filled and freed; or None."""
+    architecture: str = "LlamaForCausalLM"
+    """Class of the model in `transformers`."""
+    tiers: Path | None = None
+    """Folder of the disk cache; None for none. With it, conversations exceed the KV cache and host memory."""
 
     @property
     def patience_s(self) -> float:
@@ -221,7 +227,7 @@ def service(checkpoint: Path, *flags: str, environ: dict[str, str] | None = None
 
 def run(campaign: Campaign, folder: Path) -> Outcome:
     """Run a campaign and check every stream; raise AssertionError if a stream is wrong."""
-    checkpoint = make_checkpoint("LlamaForCausalLM", folder / "model")
+    checkpoint = make_checkpoint(campaign.architecture, folder / "model")
     oracle = Oracle(checkpoint)
     began = time.monotonic()
     # The remaining workers have room for all streams, so the times include no queueing.
@@ -236,6 +242,7 @@ def run(campaign: Campaign, folder: Path) -> Outcome:
             f"--tensor-parallel-size={campaign.ranks}",
             f"--speculation={campaign.speculation}",
             *(f"--{name}={campaign.disk}/{name}" for name in folders),
+            *_tiers(campaign),
         ) as (served, wires),
     ):
         resumable = campaign.disk is not None
@@ -247,16 +254,35 @@ def run(campaign: Campaign, folder: Path) -> Outcome:
             campaign.seed,
             resumable=resumable,
         )
+        if campaign.tiers is not None:
+            load.turns, load.constrained_share = 4, 0.0  # Outputs that end by a schema are too long for more turns.
         full_disk = contextlib.nullcontext() if campaign.disk is None else pressure.full_disk(campaign.disk)
         with pressure.busy(campaign.busy), full_disk:
             strikes = asyncio.run(_strike_under_load(campaign, served, wires, load))
         served.wait_until_empty()
+        if campaign.tiers is not None:
+            for tier in ("host", "disk"):
+                hits = served.metric("quire_prefix_cache_hit_tokens_total", tier=tier)
+                assert hits > 0, f"no cached token was in the tier {tier}"
         _read_log(served.log_lines(), strikes)
     tally = Tally()
     for streamed in load.done:
         check(oracle, streamed, tally)
     assert tally.near_ties * 1000 < tally.tokens, tally
     return Outcome(strikes, load.done, tally, time.monotonic() - began)
+
+
+def _tiers(campaign: Campaign) -> tuple[str, ...]:
+    """Return settings with which a third of the streams fit into a worker, and a third into its host memory."""
+    if campaign.tiers is None:
+        return ()
+    num_bytes = campaign.num_streams * campaign.max_tokens * _TOKEN_BYTES
+    return (
+        f"--kv-cache-memory={num_bytes}",
+        f"--host-cache={num_bytes}",
+        f"--disk-cache={campaign.tiers}",
+        "--disk-cache-bytes=256MiB",
+    )
 
 
 async def _strike_under_load(campaign: Campaign, served: Served, wires: Wires, load: Load) -> list[Strike]:

@@ -71,6 +71,8 @@ class Load:
     """Number of connections that the streams share. Each connection leads to one front end."""
     constrained_share: float = 0.3
     """Share of streams with a JSON schema."""
+    turns: int = 1
+    """Number of requests in a conversation. Each extends the sequence of the one before."""
     done: list[Streamed] = field(default_factory=list)
     live: dict[str, Streamed] = field(default_factory=dict)
     refusals: int = 0
@@ -99,8 +101,10 @@ class Load:
         self, client: AsyncClient, admin: "AdminServiceAsyncStub", index: int, rng: random.Random
     ) -> None:
         number = 0
+        history: list[int] = []
         while not self._stopping or not number:
-            prompt = [rng.randrange(16, self.vocab_size) for _ in range(rng.randrange(2, self.longest_prompt))]
+            longest = self.longest_prompt // self.turns
+            prompt = history + [rng.randrange(16, self.vocab_size) for _ in range(rng.randrange(2, longest))]
             seed = rng.getrandbits(63) if rng.random() < 0.5 else None
             streamed = Streamed(f"chaos-{index}-{number}", prompt, self.max_tokens, seed)
             if rng.random() < self.constrained_share:
@@ -112,6 +116,7 @@ class Load:
             if streamed.finished is not None and streamed.finished.usage.preemptions:
                 streamed.story = await _story(admin, streamed.request_id)
             number += 1
+            history = [*prompt, *streamed.tokens] if number % self.turns else []
 
     async def _stream_once_accepted(self, client: AsyncClient, streamed: Streamed) -> None:
         """Run a stream. Retry while the server temporarily refuses it at the start."""
