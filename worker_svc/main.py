@@ -1,5 +1,6 @@
 """Worker process: from a configuration to an exit code. `quire worker` calls `run`."""
 
+import errno
 import hashlib
 import json
 import os
@@ -32,6 +33,7 @@ from worker_svc.device.sensors import start_monitor
 from worker_svc.execution.assembly import build_engine
 from worker_svc.execution.engine import Engine
 from worker_svc.follower import follow
+from worker_svc.interface.limits import Limits
 from worker_svc.link.connection import Link
 from worker_svc.link.identity import Identity, worker_id
 from worker_svc.loop import RefusedError, WorkerLoop
@@ -43,6 +45,8 @@ from worker_svc.ranks.gpu_locks import alone_on
 from worker_svc.ranks.group import RankLostError, join, meet, place_of
 from worker_svc.ranks.shard import Shard
 
+_DISK_FAILURES = {errno.EIO, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.ETIMEDOUT, errno.ENXIO}
+"""Errors of a broken, read-only or full disk, in contrast to those of a wrong setting."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -161,11 +165,12 @@ def _serve(config: WorkerConfig, telemetry: Telemetry, end: Callable[[int], None
         follow(group, engine)
         return
     protect = (lambda _socket: None) if keys is None else keys.protect_client
-    link = Link(config.worker_address, _identity(name, engine, description, device, group.size), protect)
+    disk = _open_disk(config, engine, description)
+    limits = engine.limits if disk is not None else replace(engine.limits, num_disk_blocks=0)
+    link = Link(config.worker_address, _identity(name, limits, description, device, group.size), protect)
     pulse = Pulse()
     followers = Followers(group)
     monitor = start_monitor(device, place.local_size)
-    disk = _open_disk(config, engine, description)
     stop.loop = loop = WorkerLoop(link, engine, pulse, followers, monitor, disk)
     get_logger().info(
         "worker ready",
@@ -201,8 +206,10 @@ def _serve(config: WorkerConfig, telemetry: Telemetry, end: Callable[[int], None
 def _open_disk(config: WorkerConfig, engine: Engine, description: ModelDescription) -> DiskTier | None:
     """Open the disk cache, if there is one.
 
+    A worker also restarts while its disk is broken, read-only or full. It then serves without the disk.
+
     Raises:
-        ConfigError: the folder cannot be used.
+        ConfigError: the folder cannot be used, and its disk is not the reason.
     """
     if not engine.limits.num_disk_blocks:
         return None
@@ -224,6 +231,13 @@ def _open_disk(config: WorkerConfig, engine: Engine, description: ModelDescripti
             identity=hashlib.sha256(json.dumps(layout).encode()).digest(),
         )
     except OSError as error:
+        if error.errno in _DISK_FAILURES:
+            get_logger().warning(
+                "disk cannot be used; serving without it until the worker restarts",
+                folder=config.disk_cache,
+                reason=error.strerror,
+            )
+            return None
         raise ConfigError(
             f"disk_cache: {config.disk_cache} cannot be used ({error.strerror or error}); use another folder"
         ) from None
@@ -240,11 +254,11 @@ def _cpu_kernels(device: torch.device) -> str | None:
 
 
 def _identity(
-    name: str, engine: Engine, description: ModelDescription, device: torch.device, num_ranks: int
+    name: str, limits: Limits, description: ModelDescription, device: torch.device, num_ranks: int
 ) -> Identity:
     return Identity(
         worker_id=name,
-        limits=engine.limits,
+        limits=limits,
         model=description.name,
         architecture=description.architecture,
         fingerprint=description.fingerprint,

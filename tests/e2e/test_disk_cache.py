@@ -1,7 +1,9 @@
 """The disk cache on a real service: the same tokens, whoever restarts, and whatever happens to the files."""
 
 import asyncio
+import os
 import random
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -153,6 +155,25 @@ def test_a_full_or_slow_disk_costs_only_hits(tmp_path: Path, oracle: Oracle) -> 
         (orders / "slow").touch()
         answers += _converse(served, seed)
         (orders / "slow").unlink()
+    _check(answers, oracle)
+
+
+def test_a_worker_restarts_without_its_full_disk(tmp_path: Path, oracle: Oracle) -> None:
+    """A worker that restarts while its folder cannot be opened serves without it. The next restart finds the blocks."""
+    orders, folder = tmp_path / "orders", tmp_path / "kv"
+    orders.mkdir()
+    environ = {"PYTHONPATH": str(HOOKS), "CHAOS_DISK": str(orders)}
+    with serve(MODEL, *_flags(folder), environ=environ) as served:
+        answers = _converse(served, seed=8)
+        _wait_for(lambda: _is_written(served))
+        (orders / "full").touch()
+        os.kill(served.pid("worker"), signal.SIGKILL)
+        answers += _converse(served, seed=8)
+        assert served.metric("quire_disk_blocks", state="total") == 0
+        (orders / "full").unlink()
+        os.kill(served.pid("worker"), signal.SIGKILL)
+        answers += _converse(served, seed=8)
+        assert served.metric("quire_prefix_cache_hit_tokens_total", tier="disk") > 0
     _check(answers, oracle)
 
 

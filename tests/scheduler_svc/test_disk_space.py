@@ -183,6 +183,29 @@ def test_requests_do_not_wait_for_a_disk_that_hangs() -> None:
     assert not space.has_room(64)
 
 
+def test_a_slot_that_cannot_be_written_does_not_stop_writing() -> None:
+    """A slot whose file cannot be replaced is tried again after all other free slots, without a pause."""
+    space = _space(num_slots=64)
+    disk = _disk(space)
+    _store(space, 0, 1)
+    space.write_to_disk(0.0)
+    (job,) = _jobs(space)
+    bad, good = (block.slot for block in job.blocks)
+    disk.reported(job.copy_id, [0], 0.0)
+    _store(space, *range(2, 40))
+    used: list[int] = []
+    for _ in range(10):
+        space.write_to_disk(0.0)
+        for job in _jobs(space):
+            used += [block.slot for block in job.blocks]
+            disk.reported(job.copy_id, (), 0.0)
+
+    assert len(used) == 38
+    assert bad not in used
+    assert good not in used
+    _validate(space)
+
+
 def test_writing_pauses_after_a_failure() -> None:
     """A full disk is tried again after a pause, which doubles until a write succeeds."""
     space = _space()

@@ -59,6 +59,11 @@ def _truncate_header(path: Path) -> None:
     os.truncate(path, HEADER_BYTES - 1)
 
 
+def _replace_by_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
 def _change(offset: int) -> Callable[[Path], None]:
     def change(path: Path) -> None:
         content = bytearray(path.read_bytes())
@@ -99,8 +104,9 @@ def test_a_damaged_file_is_deleted_at_the_start(
         (_change(HEADER_BYTES + 7), Refusal.DAMAGED),
         (_truncate, Refusal.TRUNCATED),
         (Path.unlink, Refusal.UNREADABLE),
+        (_replace_by_fifo, Refusal.UNREADABLE),
     ],
-    ids=["content", "shorter", "deleted"],
+    ids=["content", "shorter", "deleted", "fifo"],
 )
 def test_a_file_damaged_later_is_refused_when_it_is_read(
     tmp_path: Path, damage: Callable[[Path], None], reason: Refusal

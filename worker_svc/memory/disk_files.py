@@ -170,7 +170,7 @@ class BlockFiles:
         if slot >= self.num_slots:
             raise RefusedFileError(Refusal.STALE)
         try:
-            descriptor = os.open(self._path(slot), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            descriptor = os.open(self._path(slot), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 header, size = os.pread(descriptor, HEADER_BYTES, 0), os.fstat(descriptor).st_size
             finally:
@@ -182,7 +182,7 @@ class BlockFiles:
 
     def _read(self, path: Path, block: DiskBlock, into: memoryview) -> None:
         header = bytearray(HEADER_BYTES)
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             size = os.fstat(descriptor).st_size
             num_read = os.preadv(descriptor, [header, into], 0)

@@ -76,7 +76,12 @@ def _mortal(swap: Any) -> None:
 
 def _faulty_disk(disk_files: Any) -> None:
     folder, files = Path(os.environ["CHAOS_DISK"]), disk_files.BlockFiles
-    write, read = files.write, files.read
+    begin, write, read = files.__init__, files.write, files.read
+
+    def begun(self: Any, *arguments: Any, **settings: Any) -> None:
+        if (folder / "full").exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        begin(self, *arguments, **settings)
 
     def dies(order: Path) -> bool:
         found = order.exists()
@@ -98,7 +103,7 @@ def _faulty_disk(disk_files: Any) -> None:
             time.sleep(2.0)
         read(self, block, into)
 
-    files.write, files.read = written, read_in
+    files.__init__, files.write, files.read = begun, written, read_in
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):

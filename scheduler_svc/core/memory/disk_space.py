@@ -245,7 +245,7 @@ class DiskSpace:
 
     def _written(self, job: _Job, done: BoolArray, now: float) -> None:
         self._writing.difference_update(entry.key for entry in job.entries)
-        if not done.all():
+        if not done.any():  # If only some failed, single files are the reason, not the disk.
             self._pause_s = min(max(_FIRST_PAUSE_S, 2 * self._pause_s), _LONGEST_PAUSE_S)
             self._paused_until = now + self._pause_s
         else:
@@ -253,7 +253,11 @@ class DiskSpace:
         if not job.is_void:
             self._add(self.keys, job.entries, job.slots, done)
         self.written_blocks += int(np.count_nonzero(done))
+        num_free = self.pool.num_free
         _release(self.pool, job.slots)
+        if not done.all():
+            # The reason may be a file that can be neither deleted nor replaced.
+            self.pool.take_last(self.pool.num_free - num_free)
         _release(self._host, job.host_blocks)
 
     def _read(self, job: _Job, done: BoolArray) -> None:

@@ -1,5 +1,7 @@
 """Host pool: the blocks of a tier below the device, with reference counts and eviction like device blocks."""
 
+import numpy as np
+
 from scheduler_svc.core.interface.arrays import IndexArray, any_of
 from scheduler_svc.core.memory.block_pool import BlockPool
 from scheduler_svc.core.memory.host_keys import HostKeys
@@ -31,3 +33,8 @@ class HostPool(BlockPool):
         if len(idle):
             self._cached.remove(idle)
             self._cached.append(idle)
+
+    def take_last(self, count: int) -> None:
+        """Let the `count` blocks that were freed last be taken after all other free blocks."""
+        top = self.num_free
+        self._free[:top] = np.roll(self._free[:top], count)
