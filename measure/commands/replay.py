@@ -59,6 +59,11 @@ def configure(parser: OneLineParser) -> None:
 
 def run(options: Namespace) -> int:
     """Run the replay or the simulation; return 1 if a plan differs, 3 if none differs but entries are missing."""
+    if not options.place.exists():
+        raise CommandError(
+            f"FILE_OR_FOLDER: {options.place} does not exist; use the folder in --record-dir, by default"
+            " ~/.local/state/quire/record/PORT, or .../record/any with a random port"
+        )
     simulates = options.what_if or options.set or options.workers is not None or options.step_times is not None
     if simulates or options.learn_step_times is not None or options.place.suffix in _TRACES:
         return _what_if(options)

@@ -96,6 +96,7 @@ def run(options: Namespace) -> int:
         raise CommandError(
             f"--gpu-memory-utilization: {options.gpu_memory_utilization:g} is not a share; use more than 0, at most 1"
         )
+    _check_memory(options)
     sizes = _model(options)
     if options.dtype != "auto":
         sizes = dataclasses.replace(sizes, dtype=options.dtype)
@@ -178,6 +179,19 @@ def run(options: Namespace) -> int:
     if sessions is not None and agent is not None:
         print(_sessions_text(agent, *sessions))
     return 0
+
+
+def _check_memory(options: Namespace) -> None:
+    """Refuse memory sizes that are not sizes, and two kinds of memory for the KV cache."""
+    from shared.config import ConfigError, parse_bytes
+
+    for name in ("gpu_memory", "step_memory", "kv_cache_memory", "host_cache", "disk_cache_bytes"):
+        try:
+            parse_bytes(getattr(options, name) or "0")
+        except ConfigError as error:
+            raise CommandError(f"--{name.replace('_', '-')}: {error}") from None
+    if options.gpu_memory is not None and options.kv_cache_memory is not None:
+        raise CommandError("--kv-cache-memory: is the memory of a CPU worker; remove it, or --gpu-memory")
 
 
 def _model(options: Namespace) -> "ModelSizes":
@@ -334,6 +348,8 @@ def _page(
     elif (sizes.state_bytes or groups is not None) and options.host_cache != "0":
         what = "KV and states" if sizes.state_bytes else "KV"
         lines.append(f"Host memory of {options.host_cache} holds the {what} of preempted requests only.")
+    if options.speculation == "draft":
+        lines.append("The weights and the KV of the draft model are not counted.")
     if disk_tokens:
         lines.append(f"A disk cache of {options.disk_cache_bytes} holds cached prefixes of {disk_tokens:,} tokens.")
     shared = options.shared_prefix // serving.block_size * serving.block_size

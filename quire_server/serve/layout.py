@@ -90,6 +90,17 @@ def plan_children(
     scheduler = replace(config.scheduler, frontend_address=frontend_address, worker_address=worker_address)
     if scheduler.record_dir == "auto" and config.frontend.grpc_port:
         scheduler = replace(scheduler, record_dir=str(record_dir / str(config.frontend.grpc_port)))
+    if scheduler.leader_lease.partition(":")[0] in ("etcd", "kubernetes"):
+        raise ConfigError(
+            "leader_lease (--leader-lease): quire serve supports only a file, for a standby on this machine; remove it"
+            " and add --standby, or start each scheduler with quire scheduler"
+        )
+    if config.standby and (scheduler.standby_address or scheduler.standby_of):
+        name = "standby_address" if scheduler.standby_address else "standby_of"
+        raise ConfigError(
+            f"{name} (--{name.replace('_', '-')}): --standby starts a standby on this machine, which needs no address;"
+            " remove one of them"
+        )
     if scheduler.leader_lease and not config.standby:
         # Without a second scheduler process there is never a standby, and an alert would report that.
         raise ConfigError(

@@ -38,8 +38,8 @@ _ADVICE: dict[CauseKind, str] = {
     CauseKind.STEP_BEFORE: f"steps of other requests were long: {remedies.PROMPTS}",
     CauseKind.OWN_PREFILL: "its own prompt takes this long: send a shorter one, or share a prefix that is cached",
     CauseKind.COLD_PREFIX: (
-        "its prefix was computed before and evicted: give workers more KV memory (--kv-cache-memory), or send"
-        " requests with the same prefix close together"
+        "its prefix was computed before and evicted: give workers more KV memory (--kv-cache-memory on a CPU) or host"
+        " memory (--host-cache), or send requests with the same prefix close together"
     ),
     CauseKind.OTHER_PROMPTS: (
         "bound other prompts' chunks in each step: set --long-prefill-token-threshold or lower --max-num-batched-tokens"

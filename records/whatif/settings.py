@@ -97,7 +97,7 @@ def change(recorded: CoreConfig, settings: Sequence[str]) -> Changed:
             of_workers["max_draft_tokens"] = _most_drafts(name, text.strip())
             continue
         if name == _DISK:
-            disk_bytes = parse_bytes(parse_setting(WorkerConfig, name, text.strip()))
+            disk_bytes = _disk_bytes(text.strip())
             continue
         if name not in values:
             raise ConfigError(f"set: {name!r} {_why_not(name)}{_hint(name, (*values, *_SPECULATION, _DISK))}")
@@ -109,6 +109,13 @@ def change(recorded: CoreConfig, settings: Sequence[str]) -> Changed:
     )
     config = to_core_config(dataclasses.replace(SchedulerConfig(), **values), admission)
     return Changed(config, of_workers, disk_bytes)
+
+
+def _disk_bytes(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ConfigError as error:
+        raise ConfigError(f"set: {_DISK}: {error}") from None
 
 
 def to_settings(config: CoreConfig) -> dict[str, Any]:

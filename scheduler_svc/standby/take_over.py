@@ -39,8 +39,10 @@ def take_over(address: str, keys_folder: str) -> int:
     finally:
         link.close()
         context.term()
-    found = "it did not lead in time; see its log" if has_replied else "no scheduler responded"
-    raise ConfigError(
-        f"take_over (--take-over): {address}: {found}; use the --standby-address of a scheduler that was started with"
-        " --standby-of"
+    found = (
+        "it did not lead in time; see its log"
+        if has_replied
+        else f"no scheduler responded within {_TIMEOUT_S:g} s; use the --standby-address of a scheduler that was"
+        " started with --standby-of, and the same --keys as the scheduler, if it has any"
     )
+    raise ConfigError(f"take_over (--take-over): {address}: {found}")

@@ -81,6 +81,9 @@ def test_weights_are_as_many_as_published(params: str, billions: float) -> None:
         (["--params", "layer=2"], "unknown size 'layer'"),
         (["--model", "demo"], "--gpu-memory is missing"),
         (["--model", "demo", "--gpu-memory", "1MB"], "weights take"),
+        (["--model", "demo", "--gpu-memory", "80 cards"], "--gpu-memory: '80 cards' is not a size in bytes"),
+        (["--model", "demo", "--gpu-memory", "1GB", "--host-cache", "much"], "--host-cache: 'much' is not a size"),
+        (["--model", "demo", "--gpu-memory", "1GB", "--kv-cache-memory", "1GB"], "remove it, or --gpu-memory"),
         (["--model", "demo", "--gpu-memory", "1GB", "--context", "4096"], "exceeds the model's 2048 positions"),
         (["--model", "demo", "--gpu-memory", "1GB", "--context", "100"], "--output: 256 is not between 0 and"),
         (["--model", "demo", "--gpu-memory", "1GB", "--gpu-memory-utilization", "90"], "90 is not a share"),
@@ -163,6 +166,13 @@ def test_a_checkpoint_that_a_worker_refuses_is_refused(tmp_path: Path, capsys: p
 
     assert main(["capacity", "--model", str(folder), "--gpu-memory", "80GB"]) == 1
     assert "GPTQ with 3 bits, which is not supported; use" in capsys.readouterr().err
+
+
+def test_a_draft_model_is_not_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    """The result says that it does not include a draft model."""
+    assert main(["capacity", "--kv-cache-memory=64MiB", "--speculation=draft"]) == 0
+
+    assert "The weights and the KV of the draft model are not counted." in capsys.readouterr().out
 
 
 def test_no_torch_is_imported() -> None:

@@ -64,6 +64,21 @@ def test_a_lease_without_a_standby_is_refused() -> None:
         children_of("--leader-lease=/mine")
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--leader-lease=etcd://127.0.0.1:2379/q"], "leader_lease .* supports only a file"),
+        (["--standby", "--leader-lease=kubernetes"], "leader_lease .* start each scheduler with quire scheduler"),
+        (["--standby", "--standby-address=tcp://127.0.0.1:5703"], "standby_address .* --standby starts a standby on"),
+        (["--standby", "--standby-of=tcp://127.0.0.1:5703"], "standby_of .*; remove one of them"),
+    ],
+)
+def test_settings_of_a_standby_on_another_machine_are_refused(flags: list[str], message: str) -> None:
+    """The error names a setting that the user has passed, and its remedy is accepted."""
+    with pytest.raises(ConfigError, match=message):
+        children_of(*flags)
+
+
 def test_all_links_use_private_sockets() -> None:
     """Both ends of each link get the same address in the service's own folder."""
     scheduler, worker, frontend = map(flags_of, children_of())

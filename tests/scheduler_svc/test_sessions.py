@@ -311,6 +311,22 @@ def test_the_present_limit_names_the_memory_of_sessions() -> None:
 # ---------------------------------------------------------------- names
 
 
+def test_the_first_return_of_a_named_session_says_how_much_is_cached() -> None:
+    """The tokens that it lost are counted, although no session of its kind has returned before."""
+    agents = _Agents(session_wait_s=1.0)
+    first = agents.turn(agents.new_tokens(40), name=b"agent")
+    agents.cluster.run()
+    agents.turn(agents.new_tokens(240))
+    agents.cluster.run()
+
+    second = agents.turn([*agents.sequence(first), *agents.new_tokens(8)], name=b"agent")
+    agents.cluster.run()
+
+    line = next(line for line in agents.cluster.story(second) if line.startswith("turn 2"))
+    assert line.endswith("; 4 of the 44 tokens that it repeats are cached")
+    assert agents.stats.sessions.lost_tokens == 40
+
+
 def test_a_turn_of_a_named_session_passes_whatever_its_prompt_is() -> None:
     """A name makes a request a later turn, even if its prompt does not extend the earlier sequence."""
     agents = _Agents()

@@ -299,9 +299,10 @@ class Sessions:
     def arrived(self, request: Request, now: float) -> Turn | None:
         """Assign a new request to the session that it continues, or to a new one; return a later turn."""
         kinds = self._kinds_of(request)
-        slot, known = self._find(request, can_return=kinds[-1].num_returns > 0) or (-1, 0)
-        if (name := session_name(request)) is not None:
-            slot = self._named.get(name, slot)
+        named = self._named.get(name) if (name := session_name(request)) is not None else None
+        slot, known = self._find(request, can_return=named is not None or kinds[-1].num_returns > 0) or (-1, 0)
+        if named is not None:
+            slot = named
         if slot < 0:
             self._begin(request, kinds, now, 1, name)
             return None

@@ -75,6 +75,7 @@ def test_the_drafts_of_workers_can_be_set(setting: str, most: int) -> None:
         ("speculation=draft", "give speculation=off, or speculative_tokens=N"),
         ("speculative_tokens=0", "too small"),
         ("max_num_seqs", "use NAME=VALUE"),
+        ("disk_cache_bytes=much", "disk_cache_bytes: 'much' is not a size in bytes; use for example"),
         ("max_plans_in_flight=3", "too large; use at most 2"),
     ],
 )
