@@ -91,10 +91,15 @@ def test_a_row_retains_no_state_that_a_newer_one_replaces() -> None:
 
 
 def test_running_rows_do_not_use_up_the_slots() -> None:
-    """At most half of the slots are private. A row without room for another one gives up its older one."""
+    """At most half of the slots are private. A row without room for another one gives up its older one.
+
+    The older one must be from an earlier plan, because a plan saves at most once to each slot.
+    """
     table = StateCheckpoints(4, 10)
     for row in range(4):
         table.save_private(row, 1, 4, 0)
+    assert table.save_private(0, 1, 8, 0) is None
+    table.plan_made()
     newer = table.save_private(0, 1, 8, 0)
     table.plan_made()
     table.validate()
