@@ -24,7 +24,7 @@ from typing import Any
 from checks.chaos import command
 from measure.frontend.child import Child
 from measure.testbed.etcd import Etcd, etcd
-from measure.testbed.service import DEFAULTS, PATIENCE_S, QUIRE, free_ports
+from measure.testbed.service import DEFAULTS, PATIENCE_S, QUIRE, free_ports, until
 
 _ROWS, _ROW_TOKENS = 64, 4000
 _PROMPT_TOKENS = 64
@@ -110,7 +110,7 @@ def leader_during_catch_up(stand: Stand) -> None:
     lost, standby = stand.leader, stand.standby
     standby.kill()
     standby.start()
-    _until(lambda: standby.has_logged("standby: follows a leader"), "the standby follows")
+    until(lambda: standby.has_logged("standby: follows a leader"), "the standby follows")
     lost.kill()
     lost.start()
 
@@ -180,10 +180,10 @@ def run(folder: Path, *, rounds: int = 1, streams: int = 120, seed: int = 0) -> 
         stack.enter_context(frontend)
         assert frontend.line(PATIENCE_S) == "running"
         for drill in drills:
-            _until(lambda: stand.standby.has_logged("standby: has the whole journal"), "a standby is ready")
+            until(lambda: stand.standby.has_logged("standby: has the whole journal"), "a standby is ready")
             tenures, began = stand.num_tenures(), time.monotonic()
             drill(stand)
-            _until(partial(_leads_again, stand, tenures), f"a scheduler leads after {drill.__name__}")
+            until(partial(_leads_again, stand, tenures), f"a scheduler leads after {drill.__name__}")
             until_led[drill.__name__].append(round(time.monotonic() - began, 2))
             time.sleep(2)
         end.touch()
@@ -209,13 +209,6 @@ def _leads_again(stand: Stand, tenures: int) -> bool:
 def _lines(log: Path) -> list[dict[str, Any]]:
     whole, _, _ = log.read_text().rpartition("\n")
     return [json.loads(line) for line in whole.splitlines() if line.startswith("{")]
-
-
-def _until(holds: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < end, f"not in time: {what}"
-        time.sleep(0.05)
 
 
 def main() -> int:

@@ -102,7 +102,7 @@ class _Disk:
     def __init__(self, model: ModelWorker) -> None:
         self._model = model
         self._files: dict[int, tuple[DiskBlock, list[int], Row | None]] = {}
-        """By slot: the block, its values and the row that computed it."""
+        """For each slot: the block, its values and the row that computed it."""
         self._jobs: dict[int, DiskJob] = {}
         self.num_read = 0
 

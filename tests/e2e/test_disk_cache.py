@@ -4,15 +4,13 @@ import asyncio
 import os
 import random
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from checks.chaos.campaign import HOOKS
 from checks.oracle import Oracle, Tally
-from measure.testbed.service import ROOT, Served, serve
+from measure.testbed.service import ROOT, Served, serve, until
 from quire import AsyncClient
 from tests.e2e.load import Answer, generate, kv_memory
 
@@ -23,7 +21,6 @@ NEW_TOKENS, OUTPUT_TOKENS = 48, 32
 """Per turn. A session grows to 240 tokens, which are 15 blocks."""
 _FIRST_TEXT = 16
 """The first token id that is not special."""
-_PATIENCE_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -71,13 +68,6 @@ def _check(answers: list[Answer], oracle: Oracle) -> None:
     assert tally.near_ties * 200 < tally.tokens, tally
 
 
-def _wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + _PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
-
-
 def _is_written(served: Served) -> bool:
     """Return whether many blocks are on disk, and no copy is under way."""
     return served.metric("quire_disk_blocks", state="cached") > NUM_SESSIONS
@@ -103,12 +93,15 @@ def test_a_restarted_worker_finds_its_blocks(tmp_path: Path, oracle: Oracle) -> 
     """After the worker process was killed, the same conversations find their prefixes on disk."""
     with serve(MODEL, *_flags(tmp_path)) as served:
         answers = _converse(served, seed=2)
-        _wait_for(lambda: _is_written(served))
+        until(lambda: _is_written(served), "blocks are on disk")
         before = served.pid("worker")
         next(each for each in served.children("worker") if each.pid == before).kill()
-        _wait_for(lambda: any(each.pid != before for each in served.children("worker")))
+        until(lambda: any(each.pid != before for each in served.children("worker")), "the worker has restarted")
         # The counters of the new worker begin at 0.
-        _wait_for(lambda: served.metric("quire_prefix_cache_hit_tokens_total") == 0 and _is_written(served))
+        until(
+            lambda: served.metric("quire_prefix_cache_hit_tokens_total") == 0 and _is_written(served),
+            "the new worker has found its blocks",
+        )
         answers += _converse(served, seed=2)
         assert served.metric("quire_prefix_cache_hit_tokens_total", tier="disk") > 0
     _check(answers, oracle)
@@ -165,7 +158,7 @@ def test_a_worker_restarts_without_its_full_disk(tmp_path: Path, oracle: Oracle)
     environ = {"PYTHONPATH": str(HOOKS), "CHAOS_DISK": str(orders)}
     with serve(MODEL, *_flags(folder), environ=environ) as served:
         answers = _converse(served, seed=8)
-        _wait_for(lambda: _is_written(served))
+        until(lambda: _is_written(served), "blocks are on disk")
         (orders / "full").touch()
         os.kill(served.pid("worker"), signal.SIGKILL)
         answers += _converse(served, seed=8)
@@ -181,7 +174,7 @@ def test_damaged_and_foreign_files_are_refused(tmp_path: Path, oracle: Oracle) -
     """A service that finds truncated, corrupted and foreign files deletes them and computes the tokens again."""
     with serve(MODEL, *_flags(tmp_path)) as served:
         answers = _converse(served, seed=3)
-        _wait_for(lambda: _is_written(served))
+        until(lambda: _is_written(served), "blocks are on disk")
     files = _files(tmp_path)
     for number, path in enumerate(files):
         content = bytearray(path.read_bytes())
@@ -199,9 +192,12 @@ def test_damaged_and_foreign_files_are_refused(tmp_path: Path, oracle: Oracle) -
         assert refused["truncated"] == -(-len(files) // 3)
         assert refused["damaged"] > 0
         assert refused["foreign"] == 0
-        _wait_for(lambda: _is_written(served))
+        until(lambda: _is_written(served), "blocks are on disk")
     num_files = len(_files(tmp_path))
     with serve(MODEL, *_flags(tmp_path, "--kv-cache-dtype=int8")) as served:
-        _wait_for(lambda: served.metric("quire_disk_refused_files_total", reason="foreign") == num_files)
+        until(
+            lambda: served.metric("quire_disk_refused_files_total", reason="foreign") == num_files,
+            "the foreign files are refused",
+        )
         assert served.metric("quire_disk_blocks", state="cached") == 0
     _check(answers, oracle)

@@ -5,10 +5,9 @@ import os
 import signal
 import socket
 import subprocess
-import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -17,7 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from measure.testbed.checkpoints import make_checkpoint
-from measure.testbed.service import DEFAULTS, QUIRE, ROOT, Served, serve
+from measure.testbed.service import DEFAULTS, QUIRE, ROOT, Served, serve, until
 from quire import Client, FinishReason, errors
 
 
@@ -228,7 +227,7 @@ def test_a_second_ctrl_c_does_not_wait(checkpoint: Path) -> None:
         generation = client.generate("the", max_tokens=900, ignore_eos=True)
         next(generation)
         os.killpg(served.process.pid, signal.SIGINT)
-        _until(lambda: '"stopping"' in served.log.read_text())
+        until(lambda: '"stopping"' in served.log.read_text(), "the service stops")
 
         os.killpg(served.process.pid, signal.SIGINT)
 
@@ -274,8 +273,8 @@ def test_a_process_that_dies_is_replaced(checkpoint: Path) -> None:
             host, _, port = served.grpc.rpartition(":")
             with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
                 stranger.bind((host, int(port)))
-            _until(lambda: served.log.read_text().count('"process died"') == deaths)  # noqa: B023
-            _until(lambda: _answers(served))
+            until(lambda: served.log.read_text().count('"process died"') == deaths, "a process has died")  # noqa: B023
+            until(lambda: _answers(served), "the service responds")
 
             assert served.pid(role) != dead
         assert served.log.read_text().count('"process died"') == deaths
@@ -334,10 +333,3 @@ def _answers(served: Served) -> bool:
             return bool(client.generate("the", max_tokens=2, timeout=10).result())
         except errors.QuireError:
             return False
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    """Wait for an event that is visible only as a state; pytest's timeout limits the wait."""
-    pause = threading.Event()
-    while not condition():
-        pause.wait(0.05)

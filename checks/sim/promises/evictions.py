@@ -86,7 +86,7 @@ class _Blocks:
             self._lost(block)
 
     def newest_evicted_after(self, time: float) -> int:
-        """Return `newest_evicted` of the evictions that are certainly later than a time."""
+        """Like `newest_evicted`, but only for evictions in plans that were certainly made after this time."""
         step = next((step for now, step in reversed(self.times) if now < time), 0) + 1 + _APART
         return max((since for at, since in self.evictions if at > step), default=0)
 
