@@ -15,6 +15,7 @@ import copy
 import json
 import logging
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,7 @@ from typing import Any, cast
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -93,14 +95,26 @@ _WANTED: dict[str, Any] = {name: value for value, names in _FIELDS.items() for n
     "final_logit_softcapping": 30.0,
     "is_decoder": True,
 }
+_GEMMA_4 = {
+    "attention_k_eq_v": True,
+    "global_head_dim": 32,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_global_key_value_heads": 1,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+}
 _PARTICULAR: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "codegen": {"n_head": 8},
+    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
     "gemma3n_text": {
         "activation_sparsity_pattern": [0.5, 0.0, 0.5, 0.0],
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "num_kv_shared_layers": 2,
     },
+    "gemma4_text": _GEMMA_4
+    | {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 40},
+    "gemma4_unified_text": _GEMMA_4,
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": _WINDOW},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
@@ -115,6 +129,8 @@ _PARTICULAR: dict[str, dict[str, Any]] = {
     "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2},
 }
 """Fields that a class needs for tiny sizes, or that published models set differently from the class's defaults."""
+_TEXT_ONLY = {"gemma3n": "gemma3n_text"}
+"""Types whose image encoder needs a library that is not installed, and the type of their text part."""
 _KINDS: dict[str, tuple[str, ...]] = {
     "sliding_attention": ("window",),
     "local": ("window",),
@@ -146,20 +162,26 @@ class Finding:
 def survey(model_type: str) -> Finding:
     """Serve a tiny checkpoint of a type, and compare its tokens with the class's own logits."""
     architecture = str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+    text_type = _TEXT_ONLY.get(model_type, model_type)
     try:
-        model = _tiny(model_type)
+        model = _tiny(text_type)
     except Exception as error:  # classes without defaults, or with rules for sizes of their own
         return Finding(architecture, *_by_its_defaults(architecture, model_type, error))
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as scratch:
+        folder, written = Path(scratch, "served"), Path(scratch, text_type)
         draw_weights(model, 0.2, 0)
-        model.save_pretrained(folder)
-        make_tokenizer().save_pretrained(folder)
-        model = _read(model, folder, torch.float32)  # some classes read another model than the one they wrote
+        model.save_pretrained(written)
+        make_tokenizer().save_pretrained(written)
+        model = _read(model, written, torch.float32)  # some classes read another model than the one they wrote
+        if text_type == model_type:
+            folder = written
+        else:
+            _write_whole(model_type, architecture, written, folder)
         served: Model | None = None
         for dtype in ("bfloat16", "float32"):
             try:
                 engine = make_engine(
-                    Path(folder),
+                    folder,
                     block_size=16,
                     max_num_seqs=len(_PROMPTS),
                     max_num_batched_tokens=300,
@@ -169,10 +191,24 @@ def survey(model_type: str) -> Finding:
             except ConfigError as error:
                 return Finding(architecture, "refused", _reason(str(error)))
             served = engine._model
-            lag, most = _lags(model, Path(folder), _generate(Driver(engine)), dtype)
+            lag, most = _lags(model, written, _generate(Driver(engine)), dtype)
             if not lag <= most:
                 return Finding(architecture, "different", f"lags by {lag:.1%} in {dtype}")
     return Finding(architecture, _PATHS[type(served)], kinds=_kinds(model.config, served))
+
+
+def _write_whole(model_type: str, architecture: str, text: Path, folder: Path) -> None:
+    """Write the checkpoint of a text part as that of a model for several media, with the names of the hub."""
+    made: Any = CONFIG_MAPPING[model_type]
+    config = made(text_config=json.loads((text / "config.json").read_text("utf-8")))
+    shutil.copytree(text, folder)
+    whole = config.to_dict() | {"architectures": [architecture], "tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(whole), "utf-8")
+    tensors = load_file(text / "model.safetensors")
+    save_file(
+        {re.sub("^model[.]", "model.language_model.", name): tensor for name, tensor in tensors.items()},
+        folder / "model.safetensors",
+    )
 
 
 def _tiny(model_type: str) -> PreTrainedModel:
@@ -209,7 +245,9 @@ def _attempts(config_class: Any, base: PretrainedConfig) -> Iterator[Any]:
         choices.insert(0, own | _fitting(base, _LATENT))
     text = base.get_text_config(decoder=True)
     if text is not base:
-        choices.insert(0, {"text_config": _known(text)})
+        parts = {name: getattr(base, name, None) for name in ("vision_config", "audio_config")}
+        others = {name: _known(part) for name, part in parts.items() if isinstance(part, PretrainedConfig)}
+        choices.insert(0, {"text_config": _known(text) | _PARTICULAR.get(text.model_type, {}), **others})
     for values in choices:
         kinds = list(dict.fromkeys(getattr(base, "layer_types", None) or ()))
         if kinds and "layer_types" not in values:  # as many layers of each kind
@@ -227,7 +265,8 @@ def _known(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def _fitting(config: PretrainedConfig, values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if hasattr(config, name)}
+    differing = config.per_layer_attributes or ()  # The class does not return these for all layers.
+    return {name: value for name, value in values.items() if name in differing or hasattr(config, name)}
 
 
 def _by_its_defaults(architecture: str, model_type: str, failure: Exception) -> tuple[str, str]:

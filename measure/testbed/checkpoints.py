@@ -50,6 +50,17 @@ _RECURRENT: dict[str, Any] = {
 }
 """Models without attention have no position limit; the field provides `max_model_len`."""
 _LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+_SHARING: dict[str, Any] = _GROUPED | {
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "head_dim": 16,
+    "sliding_window": SLIDING_WINDOW,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "tie_word_embeddings": False,
+    "final_logit_softcapping": 30.0,
+}
+"""The last layers use the keys and values of earlier layers."""
 
 _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "LlamaForCausalLM": ("LlamaConfig", _GROUPED),
@@ -85,6 +96,22 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 3,
             "layer_types": _LAYER_TYPES,
         },
+    ),
+    "Gemma3nForCausalLM": (
+        "Gemma3nTextConfig",
+        _SHARING | {"laurel_rank": 8, "activation_sparsity_pattern": [0.5, 0.0] * 2, "hidden_size_per_layer_input": 8},
+    ),
+    "Gemma4ForCausalLM": (
+        "Gemma4TextConfig",
+        _SHARING
+        | {
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "use_double_wide_mlp": True,
+        }
+        | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48}
+        | {"hidden_size_per_layer_input": 8},
     ),
     "GptOssForCausalLM": (
         "GptOssConfig",

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from worker_svc.model.config import break_even_context
+from worker_svc.model.config import break_even_context, weights_per_layer
 
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 6,
@@ -38,6 +38,18 @@ def test_break_even_is_where_the_operations_are_equal(name: str, changes: dict[s
     attention = num_growing * config.num_attention_heads * config.head_dim * 4
 
     assert break_even_context(config) == products // attention
+
+
+def test_layers_of_different_sizes_count_with_their_own_sizes() -> None:
+    """Gemma 4 has wider heads in the layers whose attention grows with the context."""
+    sizes = SIZES | {"num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 64, "hidden_size_per_layer_input": 0}
+    config = transformers.Gemma4TextConfig(**sizes)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    products = sum(2 * weight.numel() for weight in model.model.layers.parameters() if weight.dim() == 2)
+
+    assert weights_per_layer(config) == products // (2 * 6)
+    assert break_even_context(config) == products // (6 * 64 * 4)
 
 
 def test_a_mixture_counts_the_experts_that_a_token_sees() -> None:

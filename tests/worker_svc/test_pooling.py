@@ -14,6 +14,8 @@ from protos.quire.plan.v1 import plan_pb2
 from tests.cpu_kernels import cpu_kernels
 from tests.worker_svc.fake_accelerator import FakeAccelerator
 from worker_svc.interface.errors import PlanError
+from worker_svc.model import hf
+from worker_svc.model.hf_cache import CacheModel
 
 LAST, MEAN = plan_pb2.POOLING_LAST, plan_pb2.POOLING_MEAN
 PROMPT = [5, 9, 17, 3, 3, 8, 21, 4, 60, 2, 11, 90, 7, 7, 31, 12, 44, 6, 100]
@@ -56,7 +58,10 @@ def pooled(driver: Driver, tokens: list[int], mode: plan_pb2.Pooling.ValueType, 
 @pytest.mark.parametrize("kernels", ["auto", "off"])
 @pytest.mark.parametrize(
     "architecture",
-    ["LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM", "Gemma2ForCausalLM", "GPT2LMHeadModel"],
+    [
+        *("LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM", "Gemma2ForCausalLM", "GPT2LMHeadModel"),
+        "Gemma4ForCausalLM",
+    ],
 )
 def test_vectors_are_the_last_hidden_states(architecture: str, kernels: str, tmp_path: Path) -> None:
     """Last token and mean, in one chunk and in several, on each of the three ways through a model."""
@@ -67,6 +72,19 @@ def test_vectors_are_the_last_hidden_states(architecture: str, kernels: str, tmp
         for chunk in (len(PROMPT), 7, 1):
             torch.testing.assert_close(pooled(driver, PROMPT, LAST, chunk), states[-1], rtol=1e-3, atol=1e-3)
             torch.testing.assert_close(pooled(driver, PROMPT, MEAN, chunk), states.mean(0), rtol=1e-3, atol=1e-3)
+
+
+def test_vectors_of_the_cache_interface_are_those_of_all_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma 4 does not compute the last layers of all tokens if it is asked for the logits of the last token only."""
+    folder = make_checkpoint("Gemma4ForCausalLM", tmp_path)
+    states = last_hidden_states(folder, PROMPT)
+    monkeypatch.setattr(hf, "_calls_interface", lambda *_: False)
+    engine = make_engine(folder)
+    assert isinstance(engine._model, CacheModel)
+    vector = pooled(Driver(engine), PROMPT, MEAN, len(PROMPT))
+    torch.testing.assert_close(vector, states.mean(0), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("on_accelerator", [False, True])

@@ -32,11 +32,26 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
 }
 GEMMA = SIZES | {"head_dim": 32, "query_pre_attn_scalar": 20, "sliding_window": 4}
+
+
+def gemma_4(*, num_hidden_layers: int, **sizes: Any) -> transformers.PretrainedConfig:
+    """A Gemma 4 with heads of two sizes, whose last layer has no keys and values of its own."""
+    kinds = ["sliding_attention", "full_attention"] * num_hidden_layers
+    sizes |= {"global_head_dim": 64, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 384}
+    return transformers.Gemma4TextConfig(
+        num_hidden_layers=num_hidden_layers,
+        layer_types=[*kinds[: num_hidden_layers - 1], "full_attention"],
+        num_kv_shared_layers=1,
+        **sizes,
+    )
+
+
 FAMILIES: dict[str, tuple[Callable[..., transformers.PretrainedConfig], dict[str, Any]]] = {
     "MixtralForCausalLM": (transformers.MixtralConfig, SIZES | {"sliding_window": 4}),
     "Olmo2ForCausalLM": (transformers.Olmo2Config, SIZES),
     "Gemma3ForCausalLM": (transformers.Gemma3TextConfig, GEMMA),
     "Gemma2ForCausalLM": (transformers.Gemma2Config, GEMMA | {"attn_logit_softcapping": 5.0}),
+    "Gemma4ForCausalLM": (gemma_4, SIZES | {"head_dim": 32, "sliding_window": 4}),
 }
 SEEDS = range(4)
 
@@ -125,6 +140,8 @@ HARMLESS = {
     ("Olmo2ForCausalLM", "no window"),
     ("Olmo2ForCausalLM", "a window too wide by one"),
     ("Gemma3ForCausalLM", "no soft cap"),
+    ("Gemma4ForCausalLM", "no scale"),
+    ("Gemma4ForCausalLM", "no soft cap"),
 }
 """Faults that are none in a family."""
 
@@ -145,6 +162,21 @@ def test_a_fault_in_attention_over_pages_is_found(
     model = load(architecture, num_layers=3, seed=0)
 
     assert isinstance(model, InterfaceModel if (architecture, fault) in HARMLESS else CacheModel)
+
+
+def test_keys_and_values_of_a_wrong_layer_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer without its own keys and values, for which those of another layer of the same size are read."""
+    find = hf_attention.Recording.source
+
+    def faulty(recording: hf_attention.Recording, *arguments: Any) -> int | None:
+        source = find(recording, *arguments)
+        return None if source is None else source - 2
+
+    assert isinstance(load("Gemma4ForCausalLM", num_layers=5, seed=0), InterfaceModel)
+
+    monkeypatch.setattr(hf_attention.Recording, "source", faulty)
+
+    assert isinstance(load("Gemma4ForCausalLM", num_layers=5, seed=0), CacheModel)
 
 
 CACHE_FAULTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -1,9 +1,10 @@
 """Properties of a model, read from its config.json."""
 
 import json
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -15,6 +16,8 @@ from worker_svc.model.scheme import read_quantisation
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+_PER_LAYER = frozenset({"head_dim", "intermediate_size", "num_attention_heads", "num_key_value_heads"})
+"""Sizes that may differ between layers."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -41,10 +44,12 @@ def read_config(folder: Path) -> "PretrainedConfig":
         ) from None
     if is_quantised:
         vars(config).pop("quantization_config", None)  # `weights` reads such checkpoints, but `transformers` must not.
-    if getattr(config, "is_heterogeneous", False):
+    text = config.get_text_config(decoder=True)
+    others = set(getattr(text, "per_layer_attributes", None) or ()) - _PER_LAYER
+    if others:
         raise ConfigError(
-            "model: config.json has layers of different sizes (per_layer_config), which is not supported; use another"
-            " model"
+            f"model: config.json has a different {min(others)} in each layer (per_layer_config), which is not"
+            " supported; use another model"
         )
     if getattr(config, "transformers_weights", None) is not None:
         raise ConfigError(
@@ -135,48 +140,62 @@ def break_even_context(config: ModelConfig) -> int:
     Returns:
         The length in tokens; 0 if attention does not grow with the context, or config.json lacks the sizes.
     """
-    text = text_config(config)
-    share = _full_attention_share(text)
+    layers = _layers(text_config(config))
+    heads = sum(_heads_size(layer) for index, layer in enumerate(layers) if _attends_fully(layer, index)) / len(layers)
     weights = weights_per_layer(config)
-    if not weights or not share:
+    if not weights or not heads:
         return 0
     # Two operations per weight. Per head element and context token four more: two for the score, two for the value.
-    return max(1, int(2 * weights / (4 * _heads_size(text) * share)))
+    return max(1, int(2 * weights / (4 * heads)))
 
 
 def weights_per_layer(config: ModelConfig) -> int:
     """Return the number of weights in one layer's matrix products for a token, with a gated MLP.
 
-    In a mixture of experts, only one token's experts count. The result is 0 if config.json lacks the sizes.
+    In a mixture of experts, only one token's experts count. The result is 0 if config.json lacks the sizes. If layers
+    have different sizes, it is their mean.
     """
-    text = text_config(config)
-    hidden, heads = _size(text, "hidden_size"), _size(text, "num_attention_heads")
+    layers = _layers(text_config(config))
+    return sum(map(_weights, layers)) // len(layers)
+
+
+def _weights(layer: ModelConfig) -> int:
+    hidden, heads = _size(layer, "hidden_size"), _size(layer, "num_attention_heads")
     if not hidden or not heads:
         return 0
-    kv_size = _heads_size(text) // heads * (_size(text, "num_key_value_heads") or heads)
-    inner = _size(text, "intermediate_size") or 4 * hidden
-    if experts := _size(text, "num_experts_per_tok"):
-        inner = experts * (_size(text, "moe_intermediate_size") or inner)
-        inner += _size(text, "shared_expert_intermediate_size")
-    return 2 * hidden * (_heads_size(text) + kv_size) + 3 * hidden * inner
+    kv_size = _heads_size(layer) // heads * (_size(layer, "num_key_value_heads") or heads)
+    inner = _size(layer, "intermediate_size") or 4 * hidden
+    if experts := _size(layer, "num_experts_per_tok"):
+        inner = experts * (_size(layer, "moe_intermediate_size") or inner)
+        inner += _size(layer, "shared_expert_intermediate_size")
+    return 2 * hidden * (_heads_size(layer) + kv_size) + 3 * hidden * inner
 
 
-def _heads_size(text: ModelConfig) -> int:
+def _layers(text: ModelConfig) -> Sequence[ModelConfig]:
+    """Return the configuration of each layer; the whole one once if it has no number of layers."""
+    if getattr(text, "is_heterogeneous", False):
+        return list(cast("PretrainedConfig", text).per_layer_config)
+    return [text] * (_size(text, "num_hidden_layers") or 1)
+
+
+def _heads_size(layer: ModelConfig) -> int:
     """Return the total number of elements in a token's query heads."""
-    hidden, heads = _size(text, "hidden_size"), _size(text, "num_attention_heads")
-    return heads * (_size(text, "head_dim") or hidden // heads)
+    hidden, heads = _size(layer, "hidden_size"), _size(layer, "num_attention_heads")
+    return heads * (_size(layer, "head_dim") or hidden // heads) if heads else 0
 
 
-def _full_attention_share(text: ModelConfig) -> float:
-    kinds = getattr(text, "layer_types", None)
+def _attends_fully(layer: ModelConfig, index: int) -> bool:
+    kinds = getattr(layer, "layer_types", None)
     if kinds:
-        return float(sum(kind == "full_attention" for kind in kinds) / len(kinds))
-    window = _size(text, "sliding_window")
-    return 0.0 if 0 < window < _size(text, "max_position_embeddings") else 1.0
+        return index < len(kinds) and bool(kinds[index] == "full_attention")
+    window = _size(layer, "sliding_window")
+    return not 0 < window < _size(layer, "max_position_embeddings")
 
 
 def _size(text: ModelConfig, name: str) -> int:
     """Return an integer of the configuration; 0 if it is missing or differs per layer."""
+    if name in (getattr(text, "per_layer_attributes", None) or ()):
+        return 0
     value = getattr(text, name, None)
     return value if isinstance(value, int) else 0
 

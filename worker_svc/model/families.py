@@ -161,7 +161,7 @@ def own_config(architecture: str, whole: ModelConfig) -> DecoderConfig | None:
         config = whole
     else:
         decoder = whole if whole.model_type in FAMILIES else decoder_config(whole)
-        if decoder.model_type not in FAMILIES:
+        if decoder.model_type not in FAMILIES or getattr(decoder, "is_heterogeneous", False):
             return None
         config = DecoderConfig.of(decoder)
     family = FAMILIES[config.model_type]

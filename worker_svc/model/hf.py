@@ -28,7 +28,13 @@ from worker_svc.model.quantised import log_form
 from worker_svc.model.scheme import read_quantisation
 from worker_svc.model.weights import check_unquantised, read_tensors
 
-_TEXT_OF = ("Gemma3ForConditionalGeneration", "Mistral3ForConditionalGeneration")
+_TEXT_OF = (
+    "Gemma3ForConditionalGeneration",
+    "Gemma3nForConditionalGeneration",
+    "Gemma4ForConditionalGeneration",
+    "Gemma4UnifiedForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+)
 """Multimodal classes, each served by the `transformers` class for its text part."""
 _LAYERS = {
     *("full_attention", "sliding_attention", "chunked_attention"),
@@ -224,7 +230,6 @@ def _calls_interface(known: type[PreTrainedModel], text: PretrainedConfig) -> bo
         known._supports_attention_backend
         and "position_ids" in inspect.signature(known.forward).parameters
         and "chunked_attention" not in (getattr(text, "layer_types", None) or ())
-        and not getattr(text, "num_kv_shared_layers", 0)
         and not known._is_stateful
         and hf_cache.INDEXED_LAYERS.isdisjoint(getattr(text, "layer_types", None) or ())
         and not hf_cache.keeps_state(text)

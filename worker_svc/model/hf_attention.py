@@ -11,7 +11,7 @@
 A step's inputs are passed in a context variable, because `transformers` defines the functions' arguments.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -46,6 +46,8 @@ class LayerCall:
     """Tensor arguments that may change the result and that paged attention does not support."""
     latent: bool = False
     """Whether keys and values are latent vectors and rotary keys."""
+    source: int | None = None
+    """The earlier layer whose keys and values this layer uses; None if it has its own."""
 
     @property
     def kv_shape(self) -> KVShape:
@@ -58,6 +60,15 @@ class Recording:
     """Attention calls of one forward pass, in order."""
 
     calls: list[LayerCall] = field(default_factory=list)
+    keys: dict[int, torch.Tensor] = field(default_factory=dict)
+    """The keys of each layer with keys of its own."""
+
+    def source(self, layer: int | None, keys: torch.Tensor) -> int | None:
+        """Return the earlier layer that has passed the same tensor; None if there is none."""
+        found = next((each for each, others in self.keys.items() if others is keys), None)
+        if found is None and layer is not None:
+            self.keys[layer] = keys
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +77,11 @@ class PagedStep:
 
     attention: AttentionInputs
     caches: Sequence[KVCache | None]
-    """Keys and values of each layer; None for a layer without attention."""
+    """Keys and values of each layer; None for a layer without attention. The layers in `sources` follow all others."""
     windows: tuple[int | None, ...]
     """Sliding window of each layer."""
+    sources: Mapping[int, int] = field(default_factory=dict)
+    """For each layer without its own keys and values, the earlier layer whose keys and values it uses."""
     schedules: dict[tuple[int | None, int], DecodeSchedule | None] = field(default_factory=dict)
     """Schedules computed by earlier layers, by window and number of KV heads."""
 
@@ -130,12 +143,14 @@ def _attend_paged(
     """
     step = _STEP.get()
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    cache = step.caches[layer]
+    source = step.sources.get(layer, layer)
+    cache = step.caches[source]
     assert cache is not None, "the probe saw a call of this layer"
     k_cache, v_cache = cache
     new_query, new_key, new_value = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
-    slots, tables = step.attention.places(layer)
-    write_kv(new_key, new_value, k_cache, v_cache, slots)
+    slots, tables = step.attention.places(source)
+    if source == layer:
+        write_kv(new_key, new_value, k_cache, v_cache, slots)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     latent = layer_of(module)
     if latent is not None:
@@ -177,9 +192,11 @@ def _record(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     unknown = (name for name, given in others.items() if isinstance(given, torch.Tensor))
     latent = layer_of(module)
-    _RECORDING.get().calls.append(
+    layer = getattr(module, "layer_idx", None)
+    recorded = _RECORDING.get()
+    recorded.calls.append(
         LayerCall(
-            layer=getattr(module, "layer_idx", None),
+            layer=layer,
             num_kv_heads=key.shape[1],
             head_dim=key.shape[3],
             value_dim=value.shape[3],
@@ -187,6 +204,7 @@ def _record(
             causal=bool(causal),
             unknown=tuple(name for name in unknown if name not in _HARMLESS_TENSORS),
             latent=latent is not None,
+            source=recorded.source(layer, key),
         )
     )
     _, num_heads, num_tokens, _ = query.shape

@@ -76,6 +76,7 @@ class CacheModel(TransformersModel):
         self._together = together
         self._by_token = by_token
         self._cache_name = _cache_name(decoder)
+        self._last = torch.tensor([-1], device=decoder.device)
         self._state_shapes = [part.shape for layer in layers for part in layer.states]
         self._states: RowStates | None = None
         self._windows = None if windows is None else tuple(map(windows.get, range(len(layers))))
@@ -134,7 +135,8 @@ class CacheModel(TransformersModel):
         logits_index: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         last_only = logits_index is not None and bool(torch.isin(logits_index, attention.query_start[1:] - 1).all())
-        kept: dict[str, Any] = {"logits_to_keep": 1} if self._keeps_logits and last_only else {}
+        # Some classes compute hidden states of the last token only if this is a number.
+        kept: dict[str, Any] = {"logits_to_keep": self._last} if self._keeps_logits and last_only else {}
         logits, tokens_of_logits = [], []
         hidden: torch.Tensor | None = None
         for batch in self._batches(attention, caches):

@@ -2,7 +2,7 @@
 
 A class may be served in this way if it declares attention-backend support. Then earlier tokens affect a token only
 through the attention function. A probe records what each layer passes to that function, and rejects layers that paged
-attention does not compute.
+attention does not compute. A layer may pass the keys and values of an earlier layer, which are then stored once.
 """
 
 from collections.abc import Sequence
@@ -22,13 +22,13 @@ class InterfaceModel(TransformersModel):
     attention = PAGED
 
     def __init__(self, decoder: PreTrainedModel, calls: Sequence[LayerCall]) -> None:
-        ordered = sorted(calls, key=lambda call: call.layer or 0)
-        super().__init__(decoder, [call.kv_shape for call in ordered])
-        self._windows = tuple(call.sliding_window for call in ordered)
+        super().__init__(decoder, [call.kv_shape for call in calls if call.source is None])
+        self._windows = tuple(call.sliding_window for call in calls)
+        self._sources = {layer: call.source for layer, call in enumerate(calls) if call.source is not None}
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        return self._windows
+        return self._windows[: len(self._kv_shapes)]
 
     def _run(
         self,
@@ -39,7 +39,7 @@ class InterfaceModel(TransformersModel):
         logits_index: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         selection = {"logits_to_keep": logits_index} if self._keeps_logits and logits_index is not None else {}
-        with running(PagedStep(attention, caches, self._windows)):
+        with running(PagedStep(attention, caches, self._windows, self._sources)):
             logits: torch.Tensor = self._decoder(
                 input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, **selection
             ).logits[0]
@@ -49,15 +49,20 @@ class InterfaceModel(TransformersModel):
 
 
 def probe(decoder: PreTrainedModel, device: torch.device) -> list[LayerCall]:
-    """Return the attention call of each layer.
+    """Return the attention call of each layer, in the order of the layers.
 
     Raises:
         UnsuitableError: paged attention does not compute a layer.
     """
-    calls = _calls(decoder, device)
+    calls = sorted(_calls(decoder, device), key=lambda call: -1 if call.layer is None else call.layer)
     num_layers = text_config(decoder.config).num_hidden_layers
-    if sorted(-1 if call.layer is None else call.layer for call in calls) != list(range(num_layers)):
+    if [call.layer for call in calls] != list(range(num_layers)):
         raise UnsuitableError(f"its {num_layers} layers do not each call attention exactly once ({len(calls)} calls)")
+    with_kv = [call.source is None for call in calls]
+    if with_kv != sorted(with_kv, reverse=True):
+        raise UnsuitableError("layers with keys and values of their own follow layers without them")
+    if any(call.sliding_window != calls[call.source].sliding_window for call in calls if call.source is not None):
+        raise UnsuitableError("a layer uses the keys and values of a layer with another window")
     return calls
 
 
@@ -71,6 +76,8 @@ def probe_some(decoder: PreTrainedModel, device: torch.device) -> dict[int, Laye
     by_layer = {call.layer: call for call in calls if call.layer is not None}
     if len(by_layer) < len(calls):
         raise UnsuitableError("its layers do not each call attention at most once")
+    if any(call.source is not None for call in calls):
+        raise UnsuitableError("a layer uses the keys and values of another layer")
     return by_layer
 
 

@@ -34,7 +34,10 @@ from worker_svc.ranks.shard import Cut
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _INTEGERS = ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64")
-_OTHER_MEDIA = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.")
+_OTHER_MEDIA = (
+    *("visual.", "vision_tower.", "vision_model.", "multi_modal_projector."),
+    *("audio_tower.", "embed_vision.", "embed_audio.", "vision_embedder."),
+)
 """Name prefixes of tensors outside the text part."""
 
 
