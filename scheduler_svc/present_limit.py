@@ -203,6 +203,7 @@ _OF_REASON = {
     WaitReason.SESSION: LimitKind.SESSION,
     WaitReason.GRAMMAR: LimitKind.GRAMMAR,
     WaitReason.PREFIX: LimitKind.PREFIX,
+    WaitReason.BOUNDARY: LimitKind.PREFIX,
     WaitReason.CREDIT: LimitKind.CREDIT,
     WaitReason.NO_WORKER: LimitKind.NO_WORKER,
     WaitReason.COPY: LimitKind.NONE,

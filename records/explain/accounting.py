@@ -59,6 +59,7 @@ class CauseKind(enum.Enum):
     SESSION = "waiting for memory for a new session"
     GRAMMAR = "waiting for its grammar's compilation"
     PREFIX = "waiting for a prefix that another request computes"
+    BOUNDARY = "waiting for the end of a prefix that another request computes"
     PREFIX_COPY = "waiting for its prefix, which is copied from host memory"
     PREFIX_READ = "waiting for its prefix, which is read from disk"
     BATCH = "waiting for a batch"
@@ -68,6 +69,7 @@ class CauseKind(enum.Enum):
     STEP_BEFORE = "waiting for the step before"
     OWN_PREFILL = "own prefill"
     COLD_PREFIX = "own prefill of a prefix that was known before"
+    UNUSABLE_PREFIX = "own prefill of a cached prefix after which it could not begin"
     OTHER_PROMPTS = "other prompts' chunks in its steps"
     OWN_DECODE = "own decode"
     NEIGHBOURS = "other requests in its steps"
@@ -100,6 +102,7 @@ _OF_REASON = {
     WaitReason.SESSION: CauseKind.SESSION,
     WaitReason.GRAMMAR: CauseKind.GRAMMAR,
     WaitReason.PREFIX: CauseKind.PREFIX,
+    WaitReason.BOUNDARY: CauseKind.BOUNDARY,
     WaitReason.CREDIT: CauseKind.HELD_CREDIT,
     WaitReason.BATCH: CauseKind.BATCH,
     WaitReason.ANSWER: CauseKind.STEP_BEFORE,
@@ -489,15 +492,22 @@ class _Walk:
         return max(0.0, 1.0 - max(0.0, without - step.computing_s * neighbours) / rest) if rest > 0 else 0.0
 
     def _charge_prefill(self, seconds: float, num_tokens: int) -> None:
-        """Charge the request's own prefill. Tokens that an earlier request also had count as a cold prefix."""
+        """Charge the request's own prefill.
+
+        Cached tokens that it could not use count as such, and other tokens that an earlier request also had as a cold
+        prefix.
+        """
         life = self._life
-        known = min(max(life.known_tokens - self._num_computed, 0), num_tokens)
+        cached = life.num_cached_tokens + life.num_unusable_tokens
+        unusable = min(max(cached - self._num_computed, 0), num_tokens)
+        self._charge(CauseKind.UNUSABLE_PREFIX, seconds * unusable / num_tokens)
+        known = min(max(life.known_tokens - self._num_computed, unusable), num_tokens) - unusable
         cold = seconds * known / num_tokens
         if cold:
             by = (life.known_by,) if life.known_by is not None else ()
             turn = next((note.text for note in life.notes if note.kind is NoteKind.SESSION), "")
             self._charge(CauseKind.COLD_PREFIX, cold, turn, by=by)
-        self._charge(CauseKind.OWN_PREFILL, seconds - cold)
+        self._charge(CauseKind.OWN_PREFILL, seconds * (1.0 - (unusable + known) / num_tokens))
 
     def _gap(self, end: float, others: list[Step], before: Step | None = None) -> None:
         """Charge the time up to `end`, during which no step computed the request.

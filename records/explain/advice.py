@@ -29,6 +29,7 @@ _ADVICE: dict[CauseKind, str] = {
     CauseKind.SESSION: f"the working sets of other sessions filled the KV memory: {remedies.SESSION}",
     CauseKind.GRAMMAR: "a new grammar is compiled once per worker: reuse grammars, or make this one simpler",
     CauseKind.PREFIX: "",
+    CauseKind.BOUNDARY: "",
     CauseKind.PREFIX_COPY: "its cached prefix had moved to host memory; more KV memory keeps it on the device",
     CauseKind.PREFIX_READ: "its cached prefix had left host memory; more of it (--host-cache) makes reads rarer",
     CauseKind.BATCH: f"the batching mode collects requests: {remedies.BATCH}",
@@ -40,6 +41,10 @@ _ADVICE: dict[CauseKind, str] = {
     CauseKind.COLD_PREFIX: (
         "its prefix was computed before and evicted: give workers more KV memory (--kv-cache-memory on a CPU) or host"
         " memory (--host-cache), or send requests with the same prefix close together"
+    ),
+    CauseKind.UNUSABLE_PREFIX: (
+        "the first request that diverges from a cached prefix computes it again, and later requests begin where it"
+        " diverged: send the first one before the others"
     ),
     CauseKind.OTHER_PROMPTS: (
         "bound other prompts' chunks in each step: set --long-prefill-token-threshold or lower --max-num-batched-tokens"
@@ -142,6 +147,16 @@ def _refused(_cause: Cause, life: Life) -> str:
     }.get(life.end, "")
 
 
+def _unusable(_cause: Cause, life: Life) -> str:
+    """Return advice for a request that lacked a checkpoint; empty if it lacked a window."""
+    if life.lacks_window:
+        return ""
+    return (
+        "its checkpoint was replaced, or it is the first request that diverges there: raise --state-checkpoints if"
+        " quire_state_checkpoints_evicted_total grows quickly"
+    )
+
+
 _SPECIAL: dict[CauseKind, Callable[[Cause, Life], str]] = {
     CauseKind.TENANT: _tenant,
     CauseKind.SLOW_WORKER: _worker,
@@ -149,4 +164,5 @@ _SPECIAL: dict[CauseKind, Callable[[Cause, Life], str]] = {
     CauseKind.SWAPPED: _preempted,
     CauseKind.REFUSED: _refused,
     CauseKind.NO_WORKER: _drained,
+    CauseKind.UNUSABLE_PREFIX: _unusable,
 }

@@ -133,6 +133,10 @@ class Life:
     """Number of these tokens that were copied from host memory."""
     num_loaded_tokens: int = 0
     """Number of these tokens that were read from disk before."""
+    num_unusable_tokens: int = 0
+    """Number of prompt tokens after the cached ones whose KV was cached, but after which it could not begin."""
+    lacks_window: bool = False
+    """Whether it could not begin there because a window was missing, and not a checkpoint of recurrent state."""
     num_generated: int = 0
     num_drafted: int = 0
     """Draft tokens that were verified for the request."""

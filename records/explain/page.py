@@ -16,7 +16,10 @@ _LEAST_SHOWN_S = 0.00005
 def page(found: Account) -> str:
     """Return the explanation as text."""
     life = found.life
-    lines = [_headline(found), ""]
+    lines = [_headline(found)]
+    if limit := _reuse_limit(life):
+        lines.append(f"{limit}.")
+    lines.append("")
     for cause in _shown(found.causes):
         share = cause.seconds / found.total_s if found.total_s else 0.0
         bar = "#" * max(1, round(share * _WIDTH))
@@ -53,6 +56,8 @@ def as_json(found: Account) -> dict[str, Any]:
         "cached_prompt_tokens": life.num_cached_tokens,
         "restored_prompt_tokens": life.num_restored_tokens,
         "loaded_prompt_tokens": life.num_loaded_tokens,
+        "unusable_prompt_tokens": life.num_unusable_tokens,
+        "prefix_reuse_limit": _reuse_limit(life),
         "completion_tokens": life.num_generated,
         "draft_tokens": life.num_drafted,
         "accepted_draft_tokens": life.num_accepted,
@@ -131,6 +136,16 @@ def _headline(found: Account) -> str:
     energy = f", {life.energy_j:.3g} J" if life.energy_j else ""
     choice = "" if life.choice is None else f", choice {life.choice}"
     return f"{life.request_id}{choice}: {seconds_text(found.total_s)}{so_far}; {prompt}{drafts}{energy}{ended}"
+
+
+def _reuse_limit(life: Life) -> str:
+    """Return what limited the reuse of a cached prefix; empty if nothing did."""
+    if not life.num_unusable_tokens:
+        return ""
+    num_cached = life.num_cached_tokens + life.num_unusable_tokens
+    used = f"only {life.num_cached_tokens}" if life.num_cached_tokens else "none"
+    missing = "the last window before them" if life.lacks_window else "a checkpoint of the state after them"
+    return f"{num_cached} prompt tokens were cached, but {used} could be used: for the others, {missing} was missing"
 
 
 def _details(cause: Cause, life: Life) -> list[str]:

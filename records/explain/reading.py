@@ -24,6 +24,8 @@ from records.values import AdmissionDigest, Entry, FrontendReported, PlanAsked, 
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.records import (
     LOADED_TOKENS,
+    NO_CHECKPOINT,
+    NO_TAIL,
     RESTORED_TOKENS,
     Note,
     NoteKind,
@@ -572,6 +574,7 @@ class _Pass:
 
     def _life(self, key: StreamKey, request: _Request, usual: Usual) -> Life:
         spec, end = request.arrived.spec, request.end
+        num_without_window = _num_tokens(request.notes, NO_TAIL)
         return Life(
             key=key,
             request_id=spec.request_id,
@@ -581,6 +584,8 @@ class _Pass:
             num_cached_tokens=max(0, request.num_cached),
             num_restored_tokens=_num_tokens(request.notes, RESTORED_TOKENS),
             num_loaded_tokens=_num_tokens(request.notes, LOADED_TOKENS),
+            num_unusable_tokens=_num_tokens(request.notes, NO_CHECKPOINT) + num_without_window,
+            lacks_window=num_without_window > 0,
             num_generated=end.completion_tokens if end is not None else 0,
             num_drafted=request.num_drafted,
             num_accepted=request.num_accepted,
@@ -630,7 +635,7 @@ def _is_in_row(notes: list[Note]) -> bool:
 
 
 def _num_tokens(notes: list[Note], what: str) -> int:
-    """Return how many tokens the first attempt of a request found in another tier, which `what` names."""
+    """Return the number of tokens before `what` in the note about a request's first admission."""
     text = next((note.text for note in notes if note.kind is NoteKind.ADMITTED), "")
     return next((int(part.removesuffix(what)) for part in text.split(", ") if part.endswith(what)), 0)
 

@@ -46,6 +46,8 @@ class RowAdmission:
     """Number of these tokens that were copied from host memory for this admission, or are copied by this plan."""
     num_loaded_tokens: int = 0
     """Number of these tokens that were read from disk before."""
+    num_unusable_tokens: int = 0
+    """Number of tokens after these whose KV is cached on the device, but after which the row cannot begin."""
     blocks: IndexArray
     """Block table of the first KV group, `[num_blocks]`."""
     windows: WindowTables | None = None

@@ -114,6 +114,8 @@ class WaitReason(enum.Enum):
     BUDGET = "room in a step that other prompts fill"
     COPY = "its prefix, which is copied from host memory"
     DISK = "its prefix, which is read from disk"
+    BOUNDARY = "the end of a prefix that another request computes"
+    """With recurrent state or windows, a request shares a prefix only up to a boundary."""
 
     # Each enum member is a single object, so compare identities. `Enum` hashes the member's name, which takes five
     # times as long.
@@ -122,7 +124,9 @@ class WaitReason(enum.Enum):
 
 RESTORED_TOKENS = "tokens copied from host memory"
 LOADED_TOKENS = "tokens read from disk"
-"""End of the text of an ADMITTED note, after their number, if there are any."""
+NO_CHECKPOINT = "cached tokens not usable without a checkpoint of the state after them"
+NO_TAIL = "cached tokens not usable without the window at their end"
+"""Ends of parts of the text of an ADMITTED note, after a number of tokens, if there are any."""
 
 
 class NoteKind(enum.Enum):

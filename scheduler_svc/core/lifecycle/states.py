@@ -28,7 +28,14 @@ from typing import ClassVar, NamedTuple
 
 from scheduler_svc.core.interface.effects import AttemptEnded, Effect
 from scheduler_svc.core.interface.plan import RowAdmission
-from scheduler_svc.core.interface.records import LOADED_TOKENS, RESTORED_TOKENS, NoteKind, WaitReason
+from scheduler_svc.core.interface.records import (
+    LOADED_TOKENS,
+    NO_CHECKPOINT,
+    NO_TAIL,
+    RESTORED_TOKENS,
+    NoteKind,
+    WaitReason,
+)
 from scheduler_svc.core.queueing.backlog import Backlog
 from scheduler_svc.core.queueing.tenants import Tenants
 from scheduler_svc.core.requests.request import Request, RequestKey, RequestState, Wait
@@ -144,9 +151,15 @@ class RequestStates:
             request.num_cached_prompt_tokens = min(admission.num_computed_tokens, request.spec.num_prompt_tokens)
         request.attempts += 1
         request.home = worker.epoch
-        restored = f", {admission.num_restored_tokens} {RESTORED_TOKENS}" if admission.num_restored_tokens else ""
-        loaded = f", {admission.num_loaded_tokens} {LOADED_TOKENS}" if admission.num_loaded_tokens else ""
-        request.note(now, NoteKind.ADMITTED, f"admitted to {worker.worker_id} row {admission.row}{loaded}{restored}")
+        parts = [f"admitted to {worker.worker_id} row {admission.row}"]
+        for count, what in (
+            (admission.num_loaded_tokens, LOADED_TOKENS),
+            (admission.num_restored_tokens, RESTORED_TOKENS),
+            (admission.num_unusable_tokens, NO_TAIL if worker.checkpoints is None else NO_CHECKPOINT),
+        ):
+            if count:
+                parts.append(f"{count} {what}")
+        request.note(now, NoteKind.ADMITTED, ", ".join(parts))
 
     def last_step_planned(self, request: Request) -> None:
         """Record that the request has left its row and only waits for its last result."""

@@ -427,8 +427,9 @@ class Admission:
             num_workers = self._placement.num_workers if self._placement is not None else 1
             worker.load(request, match, self._now, self._backlog.competing_tokens // num_workers)
         if not worker.draining and waits_for_prefix(worker, request, match):
+            reason = WaitReason.BOUNDARY if worker.has_boundaries else WaitReason.PREFIX
             is_read = not worker.pool.cache.is_pending(match.next_key)
-            request.waits_for(WaitReason.DISK if is_read else WaitReason.PREFIX, self._now)
+            request.waits_for(WaitReason.DISK if is_read else reason, self._now)
             self._backlog.hold_for_prefix(request, worker, match.next_key)
             self._num_looked_past += 1
             return None

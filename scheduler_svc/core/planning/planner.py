@@ -495,6 +495,7 @@ class Planner:
             targets = np.concatenate((targets, taken[: len(host_blocks) - len(targets)]))
             self._swap_ins.append(self._worker.swap.back(host_blocks, targets))
             self._worker.release_swapped(request, last_step=self._worker.last_step + 1)
+        num_unusable = self._worker.num_unusable_tokens(request, num_computed)
         row = self._rows.occupy(
             request,
             limit=self._worker.limit_of(request),
@@ -542,6 +543,7 @@ class Planner:
             num_computed_tokens=num_computed,
             num_restored_tokens=num_restored,
             num_loaded_tokens=num_loaded,
+            num_unusable_tokens=num_unusable,
             blocks=blocks,
             windows=windows,
             frontend=request.key.frontend,

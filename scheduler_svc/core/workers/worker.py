@@ -482,6 +482,16 @@ class Worker:
         partial = cache.match_partial(self.root_key(request), keys, len(blocks), text)
         return Match(blocks, partial, next_key=next_key)
 
+    def num_unusable_tokens(self, request: Request, num_computed: int) -> int:
+        """Return how many cached tokens after the first `num_computed` a request computes again.
+
+        With recurrent state or windows, it cannot begin after them, because no boundary follows.
+        """
+        if not self.has_boundaries:
+            return 0
+        num_known = self.pool.cache.count(self.shareable_keys(request)) * self.rows.block_size
+        return max(0, num_known - num_computed)
+
     def adopt(self, sequences: tuple[RetainedSequence, ...]) -> None:
         """Cache the sequences whose KV the worker has retained. No block of a new worker is in use.
 

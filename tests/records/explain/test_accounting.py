@@ -201,6 +201,7 @@ _PLANTED = {
     CauseKind.SESSION: _waiting(WaitReason.SESSION),
     CauseKind.GRAMMAR: _waiting(WaitReason.GRAMMAR),
     CauseKind.PREFIX: _waiting(WaitReason.PREFIX),
+    CauseKind.BOUNDARY: _waiting(WaitReason.BOUNDARY),
     CauseKind.PREFIX_COPY: _waiting(WaitReason.COPY),
     CauseKind.PREFIX_READ: _waiting(WaitReason.DISK),
     CauseKind.BATCH: _waiting(WaitReason.BATCH),
@@ -226,6 +227,9 @@ _PLANTED = {
     CauseKind.OTHER_PROMPTS: _running(*_steps(0.0, 5, forward_s=0.5, chunks={OTHER: 50})),
     CauseKind.OWN_PREFILL: _running(_prompt({ME: 100, OTHER: 20}), *_steps(1.0, 20)),
     CauseKind.COLD_PREFIX: _running(_prompt({ME: 100}), *_steps(1.0, 20), known_tokens=96, known_by=OTHER),
+    CauseKind.UNUSABLE_PREFIX: _running(
+        _prompt({ME: 100}), *_steps(1.0, 20), known_tokens=96, known_by=OTHER, num_unusable_tokens=80
+    ),
     CauseKind.OWN_DECODE: _running(*_steps(0.0, 200)),
     CauseKind.SLOW_WORKER: _running(*_steps(0.0, 20, forward_s=0.1)),
     CauseKind.STEP_BEFORE: _running(
@@ -250,7 +254,7 @@ def test_a_planted_cause_is_named_first(kind: CauseKind) -> None:
 
     assert found.causes[0].kind is kind, page(found)
     assert kind.value in page(found)
-    assert bool(advice(found)) == (kind is not CauseKind.PREFIX)
+    assert bool(advice(found)) == (kind not in (CauseKind.PREFIX, CauseKind.BOUNDARY))
 
 
 def test_requests_that_took_part_are_named() -> None:

@@ -424,3 +424,48 @@ def test_the_command_explains_from_files(tmp_path: Path, capsys: pytest.CaptureF
     assert [each["request_id"] for each in json.loads(capsys.readouterr().out)["slowest"]] == ["r1"]
     assert main(["explain", "nobody", *where]) == 1
     assert capsys.readouterr().err.startswith("quire explain: request_id: no request with this id is in the record")
+
+
+_STATE = {"state_bytes": 64, "num_checkpoints": 8}
+_WINDOWS = {"num_kv_groups": 3, "window": 9, "window_chunk": 8}
+
+
+@pytest.mark.parametrize(
+    ("kind", "missing"),
+    [(_STATE, "a checkpoint of the state after them"), (_WINDOWS, "the last window before them")],
+    ids=["state", "windows"],
+)
+def test_what_limited_the_reuse_of_a_prefix_is_named(tmp_path: Path, kind: dict[str, int], missing: str) -> None:
+    """The first request that diverges from a cached prompt cannot begin there; later ones can, and nothing is said."""
+    cluster = _Recorded(tmp_path, prefix_cache="hash")
+    cluster.join(ModelWorker(b"w/1", 200, 4, 4, max_tokens_per_step=32, **kind))  # type: ignore[arg-type]
+    for stream in (1, 2, 3):
+        cluster.submit(stream, [*range(20), *[50 + stream] * 12], max_tokens=4)
+        cluster.finish()
+    lives = cluster.study("r2", "r3").lives
+    texts = [answer(admin.ExplainRequest(request_id=name), tmp_path).message() for name in ("r2", "r3")]
+
+    assert [(each.num_cached_tokens, each.num_unusable_tokens) for each in lives] == [(0, 20), (20, 0)]
+    causes = {each.kind: each.seconds for each in account(lives[0]).causes}
+    assert causes[CauseKind.UNUSABLE_PREFIX] > 0
+    assert CauseKind.COLD_PREFIX not in causes
+    limit = f"20 prompt tokens were cached, but none could be used: for the others, {missing} was missing."
+    assert limit in texts[0].text
+    assert json.loads(texts[0].json)["requests"][0]["unusable_prompt_tokens"] == 20
+    assert "could be used" not in texts[1].text
+    assert CauseKind.UNUSABLE_PREFIX not in [each.kind for each in account(lives[1]).causes]
+
+
+@pytest.mark.parametrize("kind", [_STATE, _WINDOWS], ids=["state", "windows"])
+def test_a_wait_for_a_boundary_is_named(tmp_path: Path, kind: dict[str, int]) -> None:
+    """Of two equal prompts, the second waits for the end of the first one, and begins there."""
+    cluster = _Recorded(tmp_path, prefix_cache="hash", long_prefill_token_threshold=8)
+    cluster.join(ModelWorker(b"w/1", 200, 4, 4, max_tokens_per_step=32, **kind))  # type: ignore[arg-type]
+    cluster.submit(1, list(range(33)), max_tokens=4)
+    cluster.turn()
+    cluster.submit(2, list(range(33)), max_tokens=2)
+    cluster.finish()
+    found = cluster.study("r2")
+
+    assert found.lives[0].num_cached_tokens == 32
+    assert _first(found) is CauseKind.BOUNDARY
