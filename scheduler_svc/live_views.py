@@ -203,6 +203,7 @@ def to_tables(tables: Tables, numbers: RequestNumbers, policy: str, now: float) 
 def _fill_map(message: admin.BlockMap, found: BlockMap, numbers: RequestNumbers) -> None:
     message.worker_id, message.block_size = found.worker_id, found.block_size
     message.owners.extend(_number(key, numbers) for key in found.owners)
+    message.tokens.extend(found.tokens)
     for blocks, into in ((found.device, message.device), (found.host, message.host)):
         _fill_blocks(into, blocks)
 

@@ -321,6 +321,7 @@ def _worker_families(workers: list[WorkerStats], model: str) -> Iterator[link_pb
         (names.HOST_BLOCKS_CACHED, lambda w: w.host_blocks_cached),
         (names.SWAPPED_OUT, lambda w: w.swapped_out_blocks),
         (names.SWAPPED_IN, lambda w: w.swapped_in_blocks),
+        (names.UNUSABLE_TOKENS, lambda w: w.counters.unusable_tokens),
         (names.STATES_EVICTED, lambda w: w.checkpoints.evicted),
     )
     multiple: tuple[tuple[names.Metric, Callable[[WorkerStats], dict[str, int]]], ...] = (

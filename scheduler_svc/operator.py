@@ -184,6 +184,11 @@ def to_worker(worker: WorkerStats) -> admin.Worker:
         held_host_blocks=worker.host_blocks_held + worker.host_blocks_cached,
         draft_tokens=worker.counters.draft_tokens,
         accepted_draft_tokens=worker.counters.accepted_draft_tokens,
+        cache_kinds=worker.cache_kinds,
+        block_bytes=worker.block_bytes,
+        window_blocks=worker.window_blocks,
+        state_bytes=worker.state_bytes,
+        checkpoints=admin.Checkpoints(**worker.checkpoints._asdict()) if worker.checkpoints.total else None,
     )
 
 

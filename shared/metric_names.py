@@ -481,6 +481,13 @@ PREFIX_HIT_TOKENS = Metric(
     ("worker", "tier"),
     "{token}",
 )
+UNUSABLE_TOKENS = Metric(
+    "quire.prefix_cache_unusable_tokens",
+    _C,
+    "Cached tokens of admitted sequences that are computed again, because no state checkpoint or window follows them",
+    _WORKER,
+    "{token}",
+)
 SAMPLED_TOKENS = Metric("quire.sampled_tokens", _C, "Tokens sampled and delivered", _WORKER, "{token}")
 DISCARDED_TOKENS = Metric("quire.discarded_tokens", _C, "Sampled tokens that were discarded", _WORKER, "{token}")
 DRAFT_TOKENS = Metric("quire.draft_tokens", _C, "Draft tokens that rows verified", _WORKER, "{token}")

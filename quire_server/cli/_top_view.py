@@ -121,7 +121,7 @@ class Top:
             f" {worker.running_requests:>4}/{worker.rows:<4} {seen.steps / seconds:>6.1f}"
             f" {seen.tokens / seconds:>9.0f} {min(seen.busy_s / seconds, 1.0):>5.0%}"
         )
-        lines = [line]
+        lines = [line, *_cache_lines(worker)]
         # The counters of a worker restart at 0 when the worker reconnects.
         before = seen.drafts if seen.drafts[0] <= worker.draft_tokens else (0, 0)
         verified, accepted = worker.draft_tokens - before[0], worker.accepted_draft_tokens - before[1]
@@ -159,6 +159,37 @@ def _leadership_lines(load: admin.SchedulerLoad) -> list[str]:
     number = f" under number {found.leader_number}" if found.leader_number else ""
     lag = f", {found.lag_bytes} bytes behind" if found.leader_number else ""
     return [f"leader     {found.leader}{number} for {found.seconds:.0f} s   standbys: {standbys}{lag}"]
+
+
+def _cache_lines(worker: admin.Worker) -> list[str]:
+    """Return lines with the kinds of cache and their memory; none if all layers have full attention."""
+    if all(kind == "full" for kind in worker.cache_kinds):
+        return []
+    held = worker.total_blocks - worker.free_blocks - worker.cached_blocks
+    parts = []
+    for kind in worker.cache_kinds:
+        if kind == "state":
+            states = f"{worker.running_requests} of {worker.rows} rows"
+            parts.append(f"state {states}{_memory(worker.running_requests * worker.state_bytes)}")
+            continue
+        blocks = worker.window_blocks if kind == "window" else max(0, held - worker.window_blocks)
+        parts.append(f"{kind} {blocks} blocks{_memory(blocks * worker.block_bytes)}")
+    lines = [f"  cache: {', '.join(parts)}"]
+    if worker.HasField("checkpoints"):
+        found = worker.checkpoints
+        lines.append(
+            f"  checkpoints: {found.used} of {found.total} used, {found.saved} saved, {found.restored} restored,"
+            f" {found.evicted} evicted"
+        )
+    return lines
+
+
+def _memory(num_bytes: int) -> str:
+    """Return a size in parentheses; empty if it is not known."""
+    if not num_bytes:
+        return ""
+    power = min(3, (num_bytes.bit_length() - 1) // 10)
+    return f" ({num_bytes / 1024**power:.{1 if power else 0}f} {('B', 'KiB', 'MiB', 'GiB')[power]})"
 
 
 def _limit_lines(limit: admin.PresentLimit) -> list[str]:

@@ -40,6 +40,8 @@ _MAX_DRAFTS = 64
 """Maximum draft tokens per row and step."""
 _MAX_GROUPS = 64
 """Maximum number of KV groups."""
+_MAX_KINDS, _MAX_KIND = 8, 16
+"""Maximum number of kinds of cache, and maximum length of each in characters. They are only displayed."""
 _MAX_DEVICE = 128
 """Maximum length of a device name in characters. The name is only displayed."""
 _MAX_FIELD = 128
@@ -390,6 +392,7 @@ def _hello(peer: ev.Peer, hello: plan_pb2.Hello) -> ev.WorkerHello:
         num_host_blocks=min(hello.num_host_blocks, _MAX_BLOCKS),
         num_disk_blocks=min(hello.num_disk_blocks, MAX_DISK_BLOCKS),
         block_bytes=hello.block_bytes,
+        cache_kinds=tuple(kind[:_MAX_KIND] for kind in hello.cache_kinds[:_MAX_KINDS]),
         num_checkpoints=min(hello.num_checkpoints, _MAX_BLOCKS),
         num_host_states=min(hello.num_host_states, _MAX_BLOCKS),
         max_draft_tokens=hello.max_draft_tokens,

@@ -1,21 +1,18 @@
 """The page's block map: each block is drawn in its state from the scheduler's tables."""
 
-import asyncio
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from protos.quire.link.v1 import link_pb2
 from quire.admin.v1 import admin_pb2 as admin
 from records.rules.model_worker import ModelWorker
 from scheduler_svc.live_views import to_tables
 from scheduler_svc.recorder.step_view import RequestNumbers
 from tests.console.browser import needs_chromium, opened, until
+from tests.console.scripted import Scripted, scripted
 from tests.scheduler_svc.block_states import states_of
 from tests.scheduler_svc.cluster import Cluster
-from tests.services.stack import Stack, running_stack
 
 pytestmark = needs_chromium
 NUM_BLOCKS = 40
@@ -33,46 +30,14 @@ DRAWN = """() => {
 }"""
 
 
-class _Served:
-    """A front end in a thread, and the core behind it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.address = ""
-        self._folder = folder
-        self._ready, self._ended = threading.Event(), threading.Event()
-        self._stack: Stack
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), daemon=True)
-        self._thread.start()
-        assert self._ready.wait(60)
-
-    def say(self, part: admin.WatchStepsResponse) -> None:
-        """Sends a part to the viewer."""
-        core = self._stack.core
-        number = [request.number for message in core.messages for request in message.operator_requests][-1]
-        view = link_pb2.View(number=number, response=part.SerializeToString())
-        core.say(link_pb2.CoreMessage(incarnation=core.incarnation, views=[view]).SerializeToString())
-
-    def end(self) -> None:
-        """Ends the front end."""
-        self._ended.set()
-        self._thread.join(60)
-
-    async def _main(self) -> None:
-        async with running_stack(self._folder) as self._stack:
-            self.address = f"127.0.0.1:{self._stack.http.base_url.port}"
-            self._ready.set()
-            await asyncio.to_thread(self._ended.wait)
-
-
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[_Served]:
+def served(tmp_path: Path) -> Iterator[Scripted]:
     """Return a front end."""
-    found = _Served(tmp_path)
-    yield found
-    found.end()
+    with scripted(tmp_path) as found:
+        yield found
 
 
-def test_each_block_is_drawn_as_the_tables_say(served: _Served) -> None:
+def test_each_block_is_drawn_as_the_tables_say(served: Scripted) -> None:
     """Free, cached, retired, held and shared blocks each have a colour; held blocks have their owner's colour."""
     cluster, numbers = Cluster(max_num_seqs=6, max_num_batched_tokens=32), RequestNumbers()
     cluster.join(ModelWorker(b"w/1", NUM_BLOCKS, 4, 8))

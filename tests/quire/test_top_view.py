@@ -138,6 +138,25 @@ def test_drafts_are_those_since_the_screen_before() -> None:
     assert texts[1:] == [["  drafts: 20.0 per step, 75% accepted"], [], ["  drafts: 4.0 per step, 100% accepted"]]
 
 
+def test_kinds_of_cache_have_their_memory() -> None:
+    """A worker with windows or recurrent state has lines with blocks, states and checkpoints; others have none."""
+    load, top = _load(1.0), Top("host:1")
+    (worker,) = load.workers
+    worker.cache_kinds.append("full")
+    top.take(admin.WatchStepsResponse(load=load, tables=_tables()))
+    assert "cache:" not in "\n".join(top.lines())
+
+    worker.cache_kinds.extend(["window", "state"])
+    worker.block_bytes, worker.window_blocks, worker.state_bytes = 1 << 20, 12, 1536
+    worker.checkpoints.total, worker.checkpoints.used, worker.checkpoints.saved = 8, 5, 9
+    worker.checkpoints.restored, worker.checkpoints.evicted = 4, 2
+    top.take(admin.WatchStepsResponse(load=load))
+    lines = top.lines()
+
+    assert "  cache: full 38 blocks (38.0 MiB), window 12 blocks (12.0 MiB), state 3 of 8 rows (4.5 KiB)" in lines
+    assert "  checkpoints: 5 of 8 used, 9 saved, 4 restored, 2 evicted" in lines
+
+
 class _Service(admin_pb2_grpc.AdminServiceServicer):
     """An operator API whose first live views fail as during a takeover."""
 

@@ -8,7 +8,7 @@ def states_of(worker: Worker) -> list[tuple[str, set[int]]]:
     holders: dict[int, set[int]] = {}
     for row in range(worker.rows.max_rows):
         request = worker.rows.requests[row]
-        for block in worker.rows.blocks(row).tolist() if request is not None else ():
+        for block in worker.held_blocks(row).tolist() if request is not None else ():
             assert request is not None
             holders.setdefault(block, set()).add(request.key.stream)
     pool = worker.pool

@@ -284,6 +284,18 @@ def test_block_tables_without_end_are_refused_with_the_remedy() -> None:
         worker_link.decode(b"w", _hello(max_rows=1 << 16, num_blocks=1 << 22, max_model_len=1 << 29))
 
 
+def test_kinds_of_cache_are_bounded() -> None:
+    """The kinds that a worker reports are only displayed; too many or too long ones are cut."""
+    event = worker_link.decode(b"w", _hello())[0]
+    assert isinstance(event, ev.WorkerHello)
+    assert event.cache_kinds == ()
+    hello = plan_pb2.WorkerMessage.FromString(_hello())
+    hello.hello.cache_kinds.extend(["full", "x" * 99, *"abcdefgh"])
+    event = worker_link.decode(b"w", hello.SerializeToString())[0]
+    assert isinstance(event, ev.WorkerHello)
+    assert event.cache_kinds == ("full", "x" * 16, *"abcdef")
+
+
 @settings(max_examples=examples(500), deadline=None)
 @given(payload=st.binary(max_size=200))
 def test_random_frames_are_refused_or_events(payload: bytes) -> None:

@@ -13,9 +13,9 @@ from tests.scheduler_svc.block_states import states_of
 from tests.scheduler_svc.cluster import FRONTEND, Cluster
 
 
-def _cluster(**limits: object) -> Cluster:
-    cluster = Cluster(**({"max_num_seqs": 6, "max_num_batched_tokens": 32} | limits))
-    cluster.join(ModelWorker(b"w/1", 20, 4, 8, num_host_blocks=40))
+def _cluster(num_blocks: int = 20, kind: dict[str, int] | None = None, prefix_cache: str = "hash") -> Cluster:
+    cluster = Cluster(max_num_seqs=6, max_num_batched_tokens=32, prefix_cache=prefix_cache)
+    cluster.join(ModelWorker(b"w/1", num_blocks, 4, 8, num_host_blocks=40, **(kind or {})))  # type: ignore[arg-type]
     return cluster
 
 
@@ -32,9 +32,10 @@ def _shown(found: BlockMap, blocks: Blocks) -> list[tuple[str, int | None]]:
     return result
 
 
-def test_a_block_map_is_the_pool_and_the_block_tables() -> None:
-    """At every step each block has the pool's state, and an owner whose table contains it; all states occur."""
-    cluster = _cluster()
+@pytest.mark.parametrize("kind", [{}, {"num_kv_groups": 3, "window": 5, "window_chunk": 4}], ids=["full", "windows"])
+def test_a_block_map_is_the_pool_and_the_block_tables(kind: dict[str, int]) -> None:
+    """At every step each block has the pool's state, and an owner whose tables contain it; all states occur."""
+    cluster = _cluster(60 if kind else 20, kind)
     seen: Counter[str] = Counter()
     for stream in range(9):
         cluster.submit(stream, [1, 2, 3, 4, 5, 6, 7, 8, stream], 12)
@@ -43,7 +44,9 @@ def test_a_block_map_is_the_pool_and_the_block_tables() -> None:
         (worker,) = cluster.core._fleet
         (found,) = cluster.core.tables().block_maps
         expected = states_of(worker)
-        assert found.device.total == len(expected) == 20
+        assert found.device.total == len(expected)
+        rows = [row for row in worker.rows.occupied() if worker.rows.requests[row] is not None]
+        assert found.tokens[: len(rows)] == [worker.rows.num_computed(row) for row in rows]
         for (state, owner), (expected_state, holders) in zip(_shown(found, found.device), expected, strict=True):
             assert state == expected_state
             assert (owner in holders) if holders else owner is None

@@ -57,6 +57,7 @@ def test_the_formulas_are_what_a_worker_allocates(model: str, settings: dict[str
     weights = bytes_of(load_model(WorkerConfig(model=str(folder), device="cpu", **settings), CPU)[0])
     cache = engine.limits.num_blocks * predicted["bytes_per_block"]
     assert predicted["per_card"]["num_blocks"] == engine.limits.num_blocks
+    assert tuple(predicted["kv_by_kind"]) == engine.limits.cache_kinds
     assert predicted["weights_bytes"] == pytest.approx(weights, rel=0.03)
     assert bytes_of(vars(engine)["_caches"]) == pytest.approx(cache, rel=0.03)
 

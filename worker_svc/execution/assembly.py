@@ -130,6 +130,7 @@ def build_engine(
         num_host_blocks=num_host_blocks,
         num_disk_blocks=_count_disk_blocks(config, num_host_blocks, bytes_per_block, group),
         block_bytes=bytes_per_block,
+        cache_kinds=_cache_kinds(model, kv_groups),
     )
     caches = allocate(kv_shapes, num_blocks, limits.block_size, description.kv_dtype, device, setting)
     return Engine(
@@ -147,6 +148,18 @@ def build_engine(
         worker_id=config.worker_id,
         kv_groups=kv_groups,
     )
+
+
+def _cache_kinds(model: Model, kv_groups: KVGroups | None) -> tuple[str, ...]:
+    """Return the kinds of cache that the layers store. With one group, windows are stored as whole contexts."""
+    kinds = []
+    if model.kv_shapes and (kv_groups is None or 0 in kv_groups.groups):
+        kinds.append("latent" if any(shape.is_latent for shape in model.kv_shapes) else "full")
+    if kv_groups is not None:
+        kinds.append("window")
+    if model.state_bytes:
+        kinds.append("state")
+    return tuple(kinds)
 
 
 def _kv_groups(

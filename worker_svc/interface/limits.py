@@ -17,6 +17,8 @@ class Limits:
     num_disk_blocks: int = 0
     block_bytes: int = 0
     """Bytes of the KV in a block, on one rank."""
+    cache_kinds: tuple[str, ...] = ()
+    """Kinds of cache that the worker stores: "full", "latent", "window", "state"."""
     num_kv_groups: int = 1
     window: int = 0
     """Number of tokens that a token attends to in KV groups after the first, including itself; 0 with one group."""

@@ -55,6 +55,7 @@ def encode_hello(
         num_host_blocks=limits.num_host_blocks,
         num_disk_blocks=limits.num_disk_blocks,
         block_bytes=limits.block_bytes,
+        cache_kinds=limits.cache_kinds,
         num_checkpoints=limits.num_checkpoints,
         num_host_states=limits.num_host_states,
         max_rows=limits.max_rows,

@@ -34,6 +34,11 @@ class KVShape:
         """Numbers of elements in a key and in a value."""
         return self.head_dim, self.value_dim or self.head_dim
 
+    @property
+    def is_latent(self) -> bool:
+        """Whether a token has one latent vector and one rotary key for all heads."""
+        return self.num_kv_heads == 1 and len(set(self.widths)) > 1
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:

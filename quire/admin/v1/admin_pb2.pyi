@@ -1359,6 +1359,7 @@ class BlockMap(_message.Message):
     DEVICE_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
     OWNERS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """The worker's name."""
     block_size: _builtins.int
@@ -1375,6 +1376,10 @@ class BlockMap(_message.Message):
     def owners(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Requests that hold blocks, by number."""
 
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens whose KV each of these requests has, in blocks of its own or shared."""
+
     def __init__(
         self,
         *,
@@ -1383,10 +1388,11 @@ class BlockMap(_message.Message):
         device: Global___Blocks | None = ...,
         host: Global___Blocks | None = ...,
         owners: _abc.Iterable[_builtins.int] | None = ...,
+        tokens: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "host", b"host"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "device", b"device", "host", b"host", "owners", b"owners", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "device", b"device", "host", b"host", "owners", b"owners", "tokens", b"tokens", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1836,6 +1842,11 @@ class Worker(_message.Message):
     HELD_HOST_BLOCKS_FIELD_NUMBER: _builtins.int
     DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHE_KINDS_FIELD_NUMBER: _builtins.int
+    BLOCK_BYTES_FIELD_NUMBER: _builtins.int
+    WINDOW_BLOCKS_FIELD_NUMBER: _builtins.int
+    STATE_BYTES_FIELD_NUMBER: _builtins.int
+    CHECKPOINTS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Its name."""
     draining: _builtins.bool
@@ -1866,6 +1877,22 @@ class Worker(_message.Message):
     """Draft tokens that its rows have verified, since the worker connected."""
     accepted_draft_tokens: _builtins.int
     """Those of them that were accepted."""
+    block_bytes: _builtins.int
+    """Bytes of a KV block. 0: not known."""
+    window_blocks: _builtins.int
+    """KV blocks that running requests hold for layers with a sliding window. A shared block counts once per request."""
+    state_bytes: _builtins.int
+    """Bytes of one row's recurrent state. 0: the model has none."""
+    @_builtins.property
+    def cache_kinds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Kinds of cache that it stores: "full" or "latent" for the whole context, "window" for the newest tokens, "state" for
+        recurrent state. Empty: not known.
+        """
+
+    @_builtins.property
+    def checkpoints(self) -> Global___Checkpoints:
+        """Checkpoints of recurrent states."""
+
     def __init__(
         self,
         *,
@@ -1884,11 +1911,54 @@ class Worker(_message.Message):
         held_host_blocks: _builtins.int = ...,
         draft_tokens: _builtins.int = ...,
         accepted_draft_tokens: _builtins.int = ...,
+        cache_kinds: _abc.Iterable[_builtins.str] | None = ...,
+        block_bytes: _builtins.int = ...,
+        window_blocks: _builtins.int = ...,
+        state_bytes: _builtins.int = ...,
+        checkpoints: Global___Checkpoints | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoints", b"checkpoints"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "cached_blocks", b"cached_blocks", "device", b"device", "draft_tokens", b"draft_tokens", "draining", b"draining", "free_blocks", b"free_blocks", "held_host_blocks", b"held_host_blocks", "host_blocks", b"host_blocks", "last_step_tokens", b"last_step_tokens", "pid", b"pid", "plans_in_flight", b"plans_in_flight", "rows", b"rows", "running_requests", b"running_requests", "total_blocks", b"total_blocks", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_draft_tokens", b"accepted_draft_tokens", "block_bytes", b"block_bytes", "cache_kinds", b"cache_kinds", "cached_blocks", b"cached_blocks", "checkpoints", b"checkpoints", "device", b"device", "draft_tokens", b"draft_tokens", "draining", b"draining", "free_blocks", b"free_blocks", "held_host_blocks", b"held_host_blocks", "host_blocks", b"host_blocks", "last_step_tokens", b"last_step_tokens", "pid", b"pid", "plans_in_flight", b"plans_in_flight", "rows", b"rows", "running_requests", b"running_requests", "state_bytes", b"state_bytes", "total_blocks", b"total_blocks", "window_blocks", b"window_blocks", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Worker: _TypeAlias = Worker  # noqa: Y015
+
+@_typing.final
+class Checkpoints(_message.Message):
+    """Checkpoints of a worker's recurrent states."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOTAL_FIELD_NUMBER: _builtins.int
+    USED_FIELD_NUMBER: _builtins.int
+    SAVED_FIELD_NUMBER: _builtins.int
+    RESTORED_FIELD_NUMBER: _builtins.int
+    EVICTED_FIELD_NUMBER: _builtins.int
+    total: _builtins.int
+    """Checkpoints in all."""
+    used: _builtins.int
+    """Those of them that hold a state."""
+    saved: _builtins.int
+    """States saved since the worker connected."""
+    restored: _builtins.int
+    """States restored since the worker connected."""
+    evicted: _builtins.int
+    """Checkpoints replaced by newer ones since the worker connected."""
+    def __init__(
+        self,
+        *,
+        total: _builtins.int = ...,
+        used: _builtins.int = ...,
+        saved: _builtins.int = ...,
+        restored: _builtins.int = ...,
+        evicted: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evicted", b"evicted", "restored", b"restored", "saved", b"saved", "total", b"total", "used", b"used"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Checkpoints: _TypeAlias = Checkpoints  # noqa: Y015

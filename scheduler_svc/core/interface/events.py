@@ -150,7 +150,9 @@ class WorkerHello:
     num_disk_blocks: int = 0
     """Blocks that fit on its disk."""
     block_bytes: int = 0
-    """Bytes of the KV in a block, on one rank; 0 if not known. The core does not read it."""
+    """Bytes of the KV in a block, on one rank; 0 if not known. For operators only."""
+    cache_kinds: tuple[str, ...] = ()
+    """Kinds of cache that the worker stores: "full", "latent", "window", "state". For operators only."""
     num_checkpoints: int = 0
     """Number of checkpoints of recurrent states that it can hold."""
     num_host_states: int = 0

@@ -44,6 +44,12 @@ class WorkerStats:
     worker_id: str
     device: str
     pid: int
+    cache_kinds: tuple[str, ...]
+    """Kinds of cache that the worker stores, as in `WorkerHello`."""
+    block_bytes: int
+    """Bytes of a block; 0 if not known."""
+    state_bytes: int
+    """Bytes of a row's recurrent state; 0 if the model has none."""
     blocks_total: int
     blocks_free: int
     blocks_cached: int
@@ -169,6 +175,9 @@ def worker_stats(worker: Worker) -> WorkerStats:
         worker_id=worker.worker_id,
         device=worker.device,
         pid=worker.pid,
+        cache_kinds=worker.cache_kinds,
+        block_bytes=worker.block_bytes,
+        state_bytes=worker.model.state_bytes,
         blocks_total=worker.pool.num_blocks,
         blocks_free=worker.pool.num_free,
         blocks_cached=worker.pool.num_cached,

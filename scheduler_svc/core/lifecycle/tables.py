@@ -55,6 +55,8 @@ class BlockMap:
     host: Blocks
     owners: list[RequestKey]
     """The requests that hold blocks. Requests with blocks on the device come first."""
+    tokens: list[int]
+    """Number of tokens whose KV each of them has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,22 +143,25 @@ def block_map(worker: Worker, swapped: Iterable[Request], most: int) -> BlockMap
     """
     rows = worker.rows
     owners: list[RequestKey] = []
+    tokens: list[int] = []
     tables: list[IndexArray] = []
     for row in rows.occupied():
         request = rows.requests[row]
         assert request is not None
         owners.append(request.key)
-        tables.append(rows.blocks(row))
+        tokens.append(rows.num_computed(row))
+        tables.append(worker.held_blocks(row))
     device_tables = tables.copy()
     for request in swapped:
         kept = worker.swapped_here(request)
         if kept is not None:
             owners.append(request.key)
+            tokens.append(kept.num_tokens)
             tables.append(kept.host_blocks)
     count = len(device_tables)
     device = _blocks(worker.pool, device_tables, 0, len(owners), most)
     host = _blocks(worker.swap.pool, tables[count:], count, len(owners), most)
-    return BlockMap(worker.worker_id, rows.block_size, device, host, owners)
+    return BlockMap(worker.worker_id, rows.block_size, device, host, owners, tokens)
 
 
 def _obstacle(workers: Iterable[Worker]) -> WaitReason | None:

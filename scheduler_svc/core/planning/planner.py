@@ -535,6 +535,7 @@ class Planner:
         self._worker.counters.cached_tokens += num_computed - num_restored
         self._worker.counters.restored_tokens += num_restored - num_loaded
         self._worker.counters.loaded_tokens += num_loaded
+        self._worker.counters.unusable_tokens += num_unusable
         return RowAdmission(
             row=row,
             generation=self._rows.generation.item(row),

@@ -209,6 +209,8 @@ class Fleet:
             ),
             protocol_version=hello.protocol_version,
             device=hello.device,
+            cache_kinds=hello.cache_kinds,
+            block_bytes=hello.block_bytes,
             pid=hello.pid,
             facts=self._facts,
             checkpoints=checkpoints,

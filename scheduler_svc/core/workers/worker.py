@@ -157,6 +157,8 @@ class WorkerCounters:
     """Number of `prompt_tokens` whose KV was in host memory: of preempted requests, and cached blocks."""
     loaded_tokens: int = 0
     """Number of `prompt_tokens` whose KV was read from disk."""
+    unusable_tokens: int = 0
+    """Number of `prompt_tokens` that were computed again although their KV was cached on the device."""
     generated_tokens: int = 0
     discarded_tokens: int = 0
     drafting_rows: int = 0
@@ -193,6 +195,10 @@ class Worker:
     protocol_version: int
     """Protocol version of this worker. Plans use no newer feature."""
     device: str
+    cache_kinds: tuple[str, ...]
+    """As in `WorkerHello`."""
+    block_bytes: int
+    """As in `WorkerHello`."""
     pid: int
     """Process ID as reported by the worker; for operators only."""
     facts: TokenFacts

@@ -119,7 +119,16 @@ def worker(message: admin.Worker) -> dict[str, Any]:
         "heldHostBlocks": message.held_host_blocks,
         "drafts": message.draft_tokens,
         "acceptedDrafts": message.accepted_draft_tokens,
+        "kinds": list(message.cache_kinds),
+        "blockBytes": message.block_bytes,
+        "windowBlocks": message.window_blocks,
+        "stateBytes": message.state_bytes,
+        "checkpoints": _checkpoints(message.checkpoints) if message.HasField("checkpoints") else None,
     }
+
+
+def _checkpoints(found: admin.Checkpoints) -> dict[str, int]:
+    return {name: getattr(found, name) for name in ("total", "used", "saved", "restored", "evicted")}
 
 
 def comparison(found: admin.CompareStrategiesResponse) -> dict[str, Any]:
@@ -226,6 +235,7 @@ def _tables(tables: admin.SchedulerTables) -> dict[str, Any]:
                 "worker": each.worker_id,
                 "blockSize": each.block_size,
                 "owners": list(each.owners),
+                "tokens": list(each.tokens),
                 "device": _blocks(each.device),
                 "host": _blocks(each.host),
             }

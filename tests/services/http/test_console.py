@@ -294,6 +294,44 @@ def test_the_leader_and_its_standbys_are_shown_if_there_are_any() -> None:
     }  # fmt: skip
 
 
+def test_kinds_of_cache_and_checkpoints_are_shown() -> None:
+    """A worker has its kinds and sizes; without checkpoints it has no numbers of them."""
+    feed, part = Feed(), _load(0, "w")
+    (found,) = part.load.workers
+    assert feed.message(part)["load"]["workers"][0]["checkpoints"] is None
+    found.cache_kinds.extend(["full", "state"])
+    found.block_bytes, found.window_blocks, found.state_bytes = 4096, 3, 512
+    found.checkpoints.total, found.checkpoints.used, found.checkpoints.saved = 8, 5, 9
+    found.checkpoints.restored, found.checkpoints.evicted = 4, 2
+
+    (shown,) = feed.message(part)["load"]["workers"]
+    assert shown["kinds"] == ["full", "state"]
+    assert (shown["blockBytes"], shown["windowBlocks"], shown["stateBytes"]) == (4096, 3, 512)
+    assert shown["checkpoints"] == {"total": 8, "used": 5, "saved": 9, "restored": 4, "evicted": 2}
+
+
+def test_sessions_are_shown_with_their_tier_and_expected_return() -> None:
+    """Each session of a snapshot has all columns of the page; a time in the past is negative."""
+    feed, part = Feed(), admin.WatchStepsResponse()
+    part.tables.time.FromSeconds(9)
+    part.tables.sessions.add(
+        number=1, tenant="a", session_id="agent-7", state="pausing", turn=3, tokens=512, tier="host",
+        since_seconds=1.23456, expected_seconds=-2.5,
+    )  # fmt: skip
+    part.tables.sessions.add(number=2, state="active", turn=1, tokens=64)
+
+    assert feed.message(part)["tables"]["sessions"] == [
+        {
+            "number": 1, "tenant": "a", "id": "agent-7", "state": "pausing", "turn": 3, "tokens": 512, "tier": "host",
+            "since": 1.235, "expected": -2.5,
+        },
+        {
+            "number": 2, "tenant": "", "id": "", "state": "active", "turn": 1, "tokens": 64, "tier": "",
+            "since": 0.0, "expected": 0.0,
+        },
+    ]  # fmt: skip
+
+
 def test_a_worker_that_left_is_forgotten_after_a_minute() -> None:
     """Its name is sent once, with all rows of a successor with this name; a worker that returns earlier is kept."""
     feed = Feed()

@@ -344,6 +344,7 @@ class Hello(_message.Message):
     WINDOW_FIELD_NUMBER: _builtins.int
     WINDOW_CHUNK_FIELD_NUMBER: _builtins.int
     BLOCK_BYTES_FIELD_NUMBER: _builtins.int
+    CACHE_KINDS_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Oldest version of this protocol that the worker supports. The scheduler picks the newest common version; without
     one it refuses the worker, with the reason.
@@ -406,6 +407,12 @@ class Hello(_message.Message):
     def retained(self) -> _containers.RepeatedCompositeFieldContainer[Global___RetainedSequence]:
         """Sequences whose KV is still in the worker's blocks, from the rows of the session that was lost."""
 
+    @_builtins.property
+    def cache_kinds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Kinds of cache that the worker stores: "full" or "latent" for the whole context, "window" for the newest tokens,
+        "state" for recurrent state. Only for operators.
+        """
+
     def __init__(
         self,
         *,
@@ -432,10 +439,11 @@ class Hello(_message.Message):
         window: _builtins.int = ...,
         window_chunk: _builtins.int = ...,
         block_bytes: _builtins.int = ...,
+        cache_kinds: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_size", b"block_size", "device", b"device", "incarnation", b"incarnation", "max_draft_tokens", b"max_draft_tokens", "max_rows", b"max_rows", "max_tokens_per_step", b"max_tokens_per_step", "model", b"model", "newest_protocol_version", b"newest_protocol_version", "num_blocks", b"num_blocks", "num_checkpoints", b"num_checkpoints", "num_disk_blocks", b"num_disk_blocks", "num_host_blocks", b"num_host_blocks", "num_host_states", b"num_host_states", "num_kv_groups", b"num_kv_groups", "pid", b"pid", "process", b"process", "protocol_version", b"protocol_version", "reason", b"reason", "retained", b"retained", "window", b"window", "window_chunk", b"window_chunk", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_size", b"block_size", "cache_kinds", b"cache_kinds", "device", b"device", "incarnation", b"incarnation", "max_draft_tokens", b"max_draft_tokens", "max_rows", b"max_rows", "max_tokens_per_step", b"max_tokens_per_step", "model", b"model", "newest_protocol_version", b"newest_protocol_version", "num_blocks", b"num_blocks", "num_checkpoints", b"num_checkpoints", "num_disk_blocks", b"num_disk_blocks", "num_host_blocks", b"num_host_blocks", "num_host_states", b"num_host_states", "num_kv_groups", b"num_kv_groups", "pid", b"pid", "process", b"process", "protocol_version", b"protocol_version", "reason", b"reason", "retained", b"retained", "window", b"window", "window_chunk", b"window_chunk", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,12 +10,12 @@ export function holdings(maps, cellsOf) {
   let total = 0;
   for (const map of maps) {
     total += map.device.total;
+    const tokens = new Map(map.owners.map((owner, at) => [owner, map.tokens[at]]));
     for (const state of cellsOf(map)) {
       const { owner } = meaning(state, map.owners);
       if (owner === undefined) continue;
-      const held = found.get(owner) ?? { owner, blocks: 0, tokens: 0 };
+      const held = found.get(owner) ?? { owner, blocks: 0, tokens: tokens.get(owner) ?? 0 };
       held.blocks += map.device.stride;
-      held.tokens += map.device.stride * map.blockSize;
       found.set(owner, held);
     }
   }
@@ -65,7 +65,11 @@ export class Memory {
     const sign = this.isDescending ? -1 : 1;
     lines.sort((a, b) => sign * (a[this.order] < b[this.order] ? -1 : a[this.order] > b[this.order] ? 1 : 0));
     this.body.replaceChildren(...lines.slice(0, MOST).map(line));
-    if (!lines.length) this.body.insertRow().insertCell().textContent = "No request holds KV memory.";
+    if (!lines.length) {
+      const cell = this.body.insertRow().insertCell();
+      cell.colSpan = 5;
+      cell.textContent = "No request holds KV memory.";
+    }
   }
 }
 

@@ -18,6 +18,30 @@ export function drafts(loads, worker) {
   return `; drafts: ${steps ? `${(verified / steps).toFixed(1)} per step` : verified}, ${accepted} % accepted`;
 }
 
+const KINDS = { full: "full attention", latent: "latent attention", window: "windows", state: "recurrent state" };
+
+/** Returns the kinds of cache of a worker and their memory as text; empty if all layers have full attention. */
+export function caches(worker) {
+  if (worker.kinds.every((kind) => kind === "full")) return "";
+  const held = worker.blocks - worker.free - worker.cached;
+  const parts = worker.kinds.map((kind) => {
+    const name = KINDS[kind] ?? kind;
+    if (kind === "state") return `${name} ${worker.running} of ${worker.rows} rows${memory(worker.running * worker.stateBytes)}`;
+    const blocks = kind === "window" ? worker.windowBlocks : Math.max(0, held - worker.windowBlocks);
+    return `${name} ${blocks} blocks${memory(blocks * worker.blockBytes)}`;
+  });
+  const found = worker.checkpoints;
+  if (found) parts.push(`checkpoints ${found.used} of ${found.total}: ${found.saved} saved, ${found.restored} restored, ${found.evicted} evicted`);
+  return parts.join("; ");
+}
+
+function memory(bytes) {
+  if (!bytes) return "";
+  const power = Math.min(3, Math.floor(Math.log2(bytes) / 10));
+  const size = bytes / 2 ** (10 * power);
+  return ` (${size.toFixed(power ? 1 : 0)} ${["B", "KiB", "MiB", "GiB"][power]})`;
+}
+
 export class Workers {
   constructor(body, status, confirm, model) {
     this.body = body;
@@ -44,6 +68,7 @@ export class Workers {
       line.state.textContent = worker.draining ? (worker.running ? "draining" : "drained") : worker.running ? "running" : "idle";
       line.rows.textContent = `${worker.running} of ${worker.rows}${drafts(this.model.loads, worker)}`;
       line.blocks.textContent = `${held} of ${worker.blocks}, ${worker.cached} cached` + (worker.hostBlocks ? `; host ${worker.heldHostBlocks} of ${worker.hostBlocks}` : "");
+      line.caches.textContent = caches(worker);
       line.button.textContent = worker.draining ? "Resume" : "Drain";
       line.button.setAttribute("aria-label", `${line.button.textContent} ${worker.id}`);
       line.draining = worker.draining;
@@ -62,6 +87,11 @@ export class Workers {
       row.append((line[column] = document.createElement("td")));
       line[column].dataset.title = title; // a heading on a narrow screen
     }
+    const held = document.createElement("div");
+    line.caches = document.createElement("div");
+    line.caches.className = "quiet";
+    line.blocks.append(held, line.caches);
+    line.blocks = held;
     line.button = document.createElement("button");
     line.button.type = "button";
     line.button.addEventListener("click", () => this.order(id, line));
