@@ -15,7 +15,9 @@ import torch
 
 from kernels._dispatch import next_power_of_2, runs_on_triton
 from kernels.fp8 import native_fp8
-from kernels.kv_quantised import QUANTISED, from_parts, parts_of, quantise_heads
+from kernels.kv_cache_reference import write_kv_reference
+from kernels.native.kv_cache import can_write, write_kv_native
+from kernels.native.serving import native
 
 
 def write_kv(
@@ -32,7 +34,11 @@ def write_kv(
     slot_mapping: ``[num_tokens]`` int64; a token with a negative slot is not written.
     """
     if not runs_on_triton(key):
-        write_kv_reference(key, value, k_cache, v_cache, slot_mapping)
+        kernels = native()
+        if kernels is not None and can_write(key, value, k_cache, v_cache):
+            write_kv_native(key, value, k_cache, v_cache, slot_mapping, kernels)
+        else:
+            write_kv_reference(key, value, k_cache, v_cache, slot_mapping)
         return
     num_tokens, num_kv_heads, head_dim = key.shape
     from kernels.gpu.kv_cache import write_kv_kernel
@@ -56,33 +62,3 @@ def write_kv(
         TILE=next_power_of_2(head_dim),
         VALUE_TILE=next_power_of_2(value.shape[2]),
     )
-
-
-def write_kv_reference(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> None:
-    """Plain torch form of `write_kv`, which is also the CPU path."""
-    written = slot_mapping >= 0
-    if not bool(written.all()):
-        key, value, slot_mapping = key[written], value[written], slot_mapping[written]
-    block_size = k_cache.shape[2]
-    block, offset = slot_mapping // block_size, slot_mapping % block_size
-    for cache, given in ((k_cache, key), (v_cache, value)):
-        if cache.dtype in QUANTISED:
-            codes, scales = parts_of(cache)
-            codes[block, :, offset], scales[block, :, offset] = quantise_heads(given, cache.dtype)
-        else:
-            cache[block, :, offset] = given.to(cache.dtype)
-
-
-def read_kv(cache: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the keys or values in ``slots`` (int64 of any shape): ``[*slots.shape, num_kv_heads, head_dim]``."""
-    block, offset = slots // cache.shape[2], slots % cache.shape[2]
-    if cache.dtype in QUANTISED:
-        codes, scales = parts_of(cache)
-        return from_parts(codes[block, :, offset], scales[block, :, offset]).to(dtype)
-    return cache[block, :, offset].to(dtype)

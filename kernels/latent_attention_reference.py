@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.kv_cache import read_kv
+from kernels.kv_cache_reference import read_kv
 from kernels.kv_quantised import head_size
 from kernels.paged_attention_reference import visible_keys
 

@@ -53,11 +53,9 @@ class PackedLinear:
 
     def __call__(self, x: torch.Tensor, kernels: Native) -> torch.Tensor:
         """Multiply ``x`` ``[rows, inputs]`` (float32 or bfloat16); return ``[rows, outputs]`` in the dtype of ``x``."""
-        wide = x.float().contiguous()
         out = torch.empty(len(x), self.outputs, dtype=x.dtype)
-        work = torch.empty(kernels.work_bytes(self.structure.format, len(x), self.inputs), dtype=torch.uint8)
         store = STORE_BFLOAT16 if x.dtype == torch.bfloat16 else STORE_FLOAT
-        kernels.linear(self.structure, wide, work, out, store, self.outputs)
+        kernels.linear(self.structure, x.contiguous(), out, store, self.outputs)
         return out
 
 

@@ -10,20 +10,23 @@ from pathlib import Path
 import torch
 
 from kernels.native.structures import (
+    FORMATS,
     CAttention,
     CConvolution,
     CDecoder,
     CDeltaRule,
     CHeadProducts,
+    CKvWrite,
     CLatentAttention,
     CLinear,
+    CNorm,
     CSampling,
     CSelectiveScan,
     CStep,
     CTokenConvolution,
 )
 
-ABI = 14
+ABI = 15
 """ABI version that `quire_abi()` of the library must return."""
 LEVELS = {"portable": 0, "avx2": 1, "avx512": 2, "amx": 3}
 _log = logging.getLogger(__name__)
@@ -49,17 +52,11 @@ class Native:
         """Call `quire_head_products`."""
         self.library.quire_head_products(self.level, byref(products))
 
-    def linear(
-        self, linear: CLinear, x: torch.Tensor, work: torch.Tensor, out: torch.Tensor, store: int, out_stride: int
-    ) -> None:
-        """Call `quire_linear`."""
+    def linear(self, linear: CLinear, x: torch.Tensor, out: torch.Tensor, store: int, out_stride: int) -> None:
+        """Call `quire_linear` with a contiguous `x`."""
         self.library.quire_linear(
-            self.level, byref(linear), x.data_ptr(), len(x), work.data_ptr(), out.data_ptr(), out_stride, store
+            self.level, byref(linear), FORMATS[x.dtype], x.data_ptr(), len(x), out.data_ptr(), out_stride, store
         )
-
-    def work_bytes(self, num_format: int, rows: int, inputs: int) -> int:
-        """Return the size in bytes of the ``work`` tensor that `linear` needs."""
-        return int(rows * (self.library.quire_activation_stride(self.level, num_format, inputs) + 4))
 
     def sample(self, sampling: CSampling) -> None:
         """Call `quire_sample`."""
@@ -80,6 +77,14 @@ class Native:
     def convolve(self, convolution: CConvolution) -> None:
         """Call `quire_convolve`."""
         self.library.quire_convolve(self.level, byref(convolution))
+
+    def rms_norm(self, norm: CNorm) -> None:
+        """Call `quire_rms_norm`."""
+        self.library.quire_rms_norm(self.level, byref(norm))
+
+    def write_kv(self, write: CKvWrite) -> None:
+        """Call `quire_write_kv`."""
+        self.library.quire_write_kv(byref(write))
 
     def decoder(self, decoder: CDecoder, step: CStep, nanoseconds: int | None) -> bool:
         """Call `quire_decoder`; return False if the sum over the ranks failed, in which case there is no result."""
@@ -127,8 +132,7 @@ def declare(library: CDLL) -> None:
         "quire_pack_in_place": [c_int, c_void_p, c_int64, c_int64],
         "quire_quantise": [c_int, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p],
         "quire_quantise_int4": [c_int, c_void_p, c_int64, c_int64, c_int64, c_int, c_void_p],
-        "quire_activation_stride": [c_int, c_int, c_int64],
-        "quire_linear": [c_int, POINTER(CLinear), c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int],
+        "quire_linear": [c_int, POINTER(CLinear), c_int, c_void_p, c_int64, c_void_p, c_int64, c_int],
         "quire_read": [c_void_p, c_int64],
         "quire_attention": [c_int, POINTER(CAttention)],
         "quire_latent_attention": [c_int, POINTER(CLatentAttention)],
@@ -139,6 +143,8 @@ def declare(library: CDLL) -> None:
         "quire_selective_scan": [c_int, POINTER(CSelectiveScan)],
         "quire_convolve_tokens": [c_int, POINTER(CTokenConvolution)],
         "quire_convolve": [c_int, POINTER(CConvolution)],
+        "quire_rms_norm": [c_int, POINTER(CNorm)],
+        "quire_write_kv": [POINTER(CKvWrite)],
         "quire_shared_sum_bytes": [c_int64],
         "quire_shared_sum": [c_void_p, c_int64, c_int64, c_void_p, c_int64, c_double],
         "quire_decoder": [c_int, POINTER(CDecoder), POINTER(CStep), c_void_p],
@@ -151,5 +157,4 @@ def declare(library: CDLL) -> None:
     library.quire_decoder.restype = c_int
     library.quire_shared_sum.restype = c_int
     library.quire_shared_sum_bytes.restype = c_int64
-    library.quire_activation_stride.restype = c_int64
     library.quire_read.restype = c_uint64

@@ -174,6 +174,42 @@ class CSelectiveScan(Structure):
     )
 
 
+class CNorm(Structure):
+    """`Norm`."""
+
+    _fields_ = (
+        ("x", c_void_p),
+        ("weight", c_void_p),
+        ("out", c_void_p),
+        ("eps", c_float),
+        ("format", c_int32),
+        ("rounds_twice", c_int32),
+        ("rows", c_int64),
+        ("dim", c_int64),
+    )
+
+
+class CKvWrite(Structure):
+    """`KvWrite`."""
+
+    _fields_ = (
+        ("key", c_void_p),
+        ("value", c_void_p),
+        ("key_token_stride", c_int64),
+        ("key_head_stride", c_int64),
+        ("value_token_stride", c_int64),
+        ("value_head_stride", c_int64),
+        ("k_cache", c_void_p),
+        ("v_cache", c_void_p),
+        ("slots", c_void_p),
+        ("tokens", c_int64),
+        ("heads", c_int64),
+        ("block_size", c_int64),
+        ("key_bytes", c_int64),
+        ("value_bytes", c_int64),
+    )
+
+
 class CTokenConvolution(Structure):
     """`TokenConvolution`."""
 

@@ -141,8 +141,7 @@ def _read(packed: list[PackedLinear], kernels: Native) -> Product:
 def _by_level(packed: list[PackedLinear], kernels: Native, x: torch.Tensor) -> Product:
     first = packed[0]
     out = torch.empty(len(x), first.outputs)
-    work = torch.empty(kernels.work_bytes(first.structure.format, len(x), first.inputs), dtype=torch.uint8)
-    return lambda i: kernels.linear(packed[i].structure, x, work, out, STORE_FLOAT, first.outputs)
+    return lambda i: kernels.linear(packed[i].structure, x, out, STORE_FLOAT, first.outputs)
 
 
 def _onednn_bf16(weights: list[torch.Tensor]) -> Peer:

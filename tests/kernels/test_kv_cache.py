@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels.kv_cache import write_kv
+from kernels.kv_cache_reference import write_kv_reference
 
 
 def test_each_token_lands_in_its_slot_and_nowhere_else() -> None:
@@ -38,3 +39,23 @@ def test_values_are_cast_to_the_caches_dtype() -> None:
     write_kv(key, key, k_cache, v_cache, torch.tensor([2]))
 
     assert torch.equal(k_cache[0, :, 2], key[0].bfloat16())
+
+
+def test_strided_heads_of_two_sizes_are_copied() -> None:
+    """Keys and values that are views into a larger tensor, with heads of two sizes, land where the reference puts them.
+
+    There are so many tokens that several threads write.
+    """
+    num_tokens, num_heads = 700, 3
+    packed = torch.randn(num_heads, num_tokens, 60).bfloat16().transpose(0, 1)
+    key, value = packed[..., :40], packed[..., 40:56]
+    slots = torch.randperm(100 * 16)[:num_tokens]
+    slots[::7] = -1
+    k_cache, v_cache = (torch.zeros(100, num_heads, 16, size, dtype=torch.bfloat16) for size in (40, 16))
+    k_expected, v_expected = k_cache.clone(), v_cache.clone()
+    write_kv(key, value, k_cache, v_cache, slots)
+    write_kv_reference(key, value, k_expected, v_expected, slots)
+
+    assert k_cache.any()
+    assert torch.equal(k_cache, k_expected)
+    assert torch.equal(v_cache, v_expected)

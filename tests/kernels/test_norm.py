@@ -7,9 +7,12 @@ import torch
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from kernels.norm import rms_norm
+from kernels.native.library import Native, native_levels
+from kernels.native.norm import rms_norm_native
+from kernels.norm import rms_norm, rms_norm_reference
 from tests.kernels.rounding import assert_rounded_alike
 
+LEVELS = pytest.mark.parametrize("kernels", native_levels(), ids=lambda kernels: kernels.level_name)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -54,3 +57,14 @@ def test_float64_is_computed_in_float64() -> None:
     expected = x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
 
     torch.testing.assert_close(rms_norm(x, weight, 1e-5), expected, rtol=1e-14, atol=1e-14)
+
+
+@LEVELS
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_native_rounding(kernels: Native, offset: float, dtype: torch.dtype) -> None:
+    """Every level rounds like the reference, also for views and so many vectors that several threads compute."""
+    x, weight = torch.randn(500, 2, 3, 80).to(dtype).transpose(1, 2), torch.randn(80).to(dtype)
+    found = rms_norm_native(x, offset + weight.float(), 1e-5, rounds_twice=offset == 0.0, kernels=kernels)
+
+    assert_rounded_alike(found, rms_norm_reference(x, weight, 1e-5, weight_offset=offset))

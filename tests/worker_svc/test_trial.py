@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from checks.driver import CPU, Driver, make_engine
-from kernels.kv_cache import read_kv
+from kernels.kv_cache_reference import read_kv
 from kernels.paged_attention import paged_attention
 from shared.config import ConfigError
 from worker_svc.model import hf, hf_attention, hf_cache, hf_trial

@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 from kernels.native.serving import native
 from shared.config import ConfigError
 from shared.logging import get_logger
-from worker_svc.model import families, hf_cache, hf_interface, hf_latent, hf_packed, hf_trial
+from worker_svc.model import families, hf_cache, hf_interface, hf_latent, hf_norms, hf_packed, hf_trial
 from worker_svc.model.config import decoder_config
 from worker_svc.model.decoder_config import text_config
 from worker_svc.model.hf_attention import PAGED
@@ -93,15 +93,19 @@ def load(
         hf_latent.pack(decoder)
     else:
         hf_latent.restore(decoder)
+    serving = native() if device.type == "cpu" else None
     if kernels is not None:
         hf_packed.quantise_layers(decoder, quantization, kernels)
         hf_latent.quantise(decoder)
         _try_packed(architecture, decoder, model, quantization, num_positions)
-    elif dtype == torch.bfloat16 and device.type == "cpu" and (serving := native()) is not None:
+    elif dtype == torch.bfloat16 and serving is not None:
         with torch.inference_mode():
             hf_packed.pack_unquantised(
                 *(decoder, serving), lambda: hf_trial.has_finite_logits(decoder, model, device, num_positions)
             )
+    if serving is not None:
+        with torch.inference_mode():
+            hf_norms.use_native_norms(decoder, dtype, serving)
     return model
 
 

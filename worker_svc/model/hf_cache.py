@@ -32,7 +32,7 @@ import torch
 from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
-from kernels.kv_cache import read_kv, write_kv_reference
+from kernels.kv_cache_reference import read_kv, write_kv_reference
 from kernels.native.serving import native
 from worker_svc.model import hf_interface, hf_trial
 from worker_svc.model.base import AttentionInputs, KVCache, KVShape

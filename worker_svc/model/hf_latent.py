@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kernels.kv_cache import read_kv
+from kernels.kv_cache_reference import read_kv
 from kernels.latent_attention import HeadProjections, latent_attention
 from kernels.paged_attention import paged_attention
 from worker_svc.model.base import AttentionInputs, KVCache

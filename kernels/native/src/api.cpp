@@ -2,6 +2,7 @@
 // that the caller must free. `level` is one of quire_levels().
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 
 #if defined(__x86_64__) && defined(__linux__)
 #include <cpuid.h>
@@ -10,6 +11,7 @@
 #endif
 
 #include "attention.h"
+#include "buffer.h"
 #include "decoder.h"
 #include "levels.h"
 #include "linear.h"
@@ -24,7 +26,7 @@ namespace {
 using namespace quire;
 
 // Version of the ABI: increased with every change of a structure or function, together with ABI in library.py.
-constexpr int kAbi = 14;
+constexpr int kAbi = 15;
 
 const Kernels* kernels_of(int level) {
   switch (level) {
@@ -95,23 +97,27 @@ QUIRE_API void quire_quantise_int4(int format, const void* weight, int64_t strid
   quantise_int4(format, weight, stride, outputs, inputs, symmetric != 0, packed);
 }
 
-QUIRE_API int64_t quire_activation_stride(int level, int format, int64_t inputs) {
-  return activation_stride(*kernels_of(level), format, inputs);
-}
-
-// x [rows][inputs] float32, contiguous; work: quire_activation_stride bytes a row, then one float a row; out as `store`
-// says.
-QUIRE_API void quire_linear(int level, const Linear* linear, const float* x, int64_t rows, void* work, void* out,
+// x [rows][inputs] float32 or bfloat16, contiguous; out as `store` says.
+QUIRE_API void quire_linear(int level, const Linear* linear, int x_format, const void* x, int64_t rows, void* out,
                             int64_t out_stride, int store) {
+  static thread_local Buffer work, work_scales;
   const Kernels& kernels = *kernels_of(level);
-  const int64_t padded = round_up(linear->inputs, 16);
-  const int64_t stride = activation_stride(kernels, linear->format, linear->inputs);
-  char* const activations = static_cast<char*>(work);
-  float* const scales = reinterpret_cast<float*>(activations + rows * stride);
+  const int64_t inputs = linear->inputs, padded = round_up(inputs, 16);
+  const int64_t stride = activation_stride(kernels, linear->format, inputs);
+  char* const activations = work.of<char>(rows * stride);
+  float* const scales = work_scales.of<float>(rows);
   parallel_chunks(rows, 4096 / padded, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row)
-      kernels.to_activations(linear->format, x + row * linear->inputs, linear->inputs, padded,
-                             activations + row * stride, scales + row);
+    static thread_local Buffer wide;
+    for (int64_t row = begin; row < end; ++row) {
+      const char* const from = static_cast<const char*>(x) + row * inputs * element_bytes(x_format);
+      const float* values = reinterpret_cast<const float*>(from);
+      if (x_format == kBFloat16) {
+        float* const widened = wide.of<float>(padded);
+        kernels.load_part(x_format, from, inputs, widened);
+        values = widened;
+      }
+      kernels.to_activations(linear->format, values, inputs, padded, activations + row * stride, scales + row);
+    }
   });
   multiply(kernels, {linear, activations, stride, scales, out, out_stride, store, 0, rows, 0, 0});
 }
@@ -196,6 +202,33 @@ QUIRE_API void quire_convolve_tokens(int level, const TokenConvolution* convolut
   const Kernels& kernels = *kernels_of(level);
   parallel_chunks(convolution->tokens, kPart / std::max<int64_t>(convolution->channels, 1),
                   [&](int64_t begin, int64_t end) { kernels.convolve_tokens(*convolution, begin, end); });
+}
+
+QUIRE_API void quire_rms_norm(int level, const Norm* norm) {
+  constexpr int64_t kPart = 1 << 14;  // elements of one task
+  const Kernels& kernels = *kernels_of(level);
+  parallel_chunks(norm->rows, kPart / std::max<int64_t>(norm->dim, 1),
+                  [&](int64_t begin, int64_t end) { kernels.normalise(*norm, begin, end); });
+}
+
+QUIRE_API void quire_write_kv(const KvWrite* write) {
+  constexpr int64_t kPart = 1 << 16;  // bytes of one task
+  const KvWrite& w = *write;
+  const int64_t token_bytes = w.heads * (w.key_bytes + w.value_bytes);
+  parallel_chunks(w.tokens, kPart / std::max<int64_t>(token_bytes, 1), [&](int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token) {
+      const int64_t slot = w.slots[token];
+      if (slot < 0) continue;
+      const int64_t tile = slot / w.block_size * w.heads, offset = slot % w.block_size;
+      for (int64_t head = 0; head < w.heads; ++head) {
+        const int64_t place = (tile + head) * w.block_size + offset;
+        std::memcpy(w.k_cache + place * w.key_bytes, w.key + token * w.key_token_stride + head * w.key_head_stride,
+                    w.key_bytes);
+        std::memcpy(w.v_cache + place * w.value_bytes,
+                    w.value + token * w.value_token_stride + head * w.value_head_stride, w.value_bytes);
+      }
+    }
+  });
 }
 
 // nanoseconds: [kNumPhases], to which the times are added; or null.

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "buffer.h"
 #include "levels.h"
 #include "linear.h"
 #include "threads.h"
@@ -20,29 +21,6 @@ namespace quire {
 namespace {
 
 constexpr int64_t kGrain = 4096;  // minimum elements per task
-
-class Buffer {
- public:
-  template <class T>
-  T* of(int64_t count) {
-    const int64_t bytes = round_up(count * static_cast<int64_t>(sizeof(T)), kLine);
-    if (bytes > size_) {
-      std::free(memory_);
-      memory_ = std::aligned_alloc(kLine, bytes);
-      if (memory_ == nullptr) std::abort();
-      size_ = bytes;
-    }
-    return static_cast<T*>(memory_);
-  }
-  Buffer() = default;
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-  ~Buffer() { std::free(memory_); }
-
- private:
-  void* memory_ = nullptr;
-  int64_t size_ = 0;
-};
 
 // Buffers kept between steps; there is one worker per process, and one step at a time.
 struct Workspace {

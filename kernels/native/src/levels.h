@@ -142,6 +142,28 @@ struct TokenConvolution {
   int64_t tokens, channels, width;
 };
 
+// Arguments of RMSNorm, as defined in kernels/norm.py. `dim` is a multiple of 16.
+struct Norm {
+  const void* x;  // [rows][dim]
+  const float* weight;  // [dim]
+  void* out;            // [rows][dim]
+  float eps;
+  int32_t format;        // kFloat32 or kBFloat16, of x and out
+  int32_t rounds_twice;  // whether the result is rounded before it is multiplied by the weight
+  int64_t rows, dim;
+};
+
+// Arguments of a write to the KV cache, as defined in kernels/kv_cache.py. Strides are in bytes.
+struct KvWrite {
+  const char* key;  // [tokens][heads][key_bytes]
+  const char* value;
+  int64_t key_token_stride, key_head_stride, value_token_stride, value_head_stride;
+  char* k_cache;  // [blocks][heads][block_size][key_bytes]
+  char* v_cache;
+  const int64_t* slots;  // [tokens], distinct; a token with a negative slot is not written
+  int64_t tokens, heads, block_size, key_bytes, value_bytes;
+};
+
 // Arguments of the draw of one row from a part of its tokens: the largest score + noise, ties to the lowest index.
 struct Draw {
   const float* logits;  // of the whole row
@@ -178,7 +200,9 @@ struct Kernels {
   // Rotates one head in place; pairs (i, i + half).
   void (*rotate)(float* head, const float* cos, const float* sin, int64_t half);
   void (*store)(int format, const float* x, int64_t n, void* out);
-  void (*load)(int format, const void* x, int64_t n, float* out);
+  void (*load)(int format, const void* x, int64_t n, float* out);  // n: a multiple of 16
+  // Loads n elements, and zeros after them up to a multiple of 16.
+  void (*load_part)(int format, const void* x, int64_t n, float* out);
   // Quantises n floats, the elements of one head, to the codes and the scales of a KV cache (format.h).
   void (*store_scaled)(int format, const float* x, int64_t n, void* out, void* scales);
   // Returns the index of the largest of n floats, the first of equal ones; *finite: whether it can be chosen.
@@ -212,6 +236,8 @@ struct Kernels {
   void (*convolve)(const Convolution&, int64_t row, int64_t begin, int64_t end);
   // Convolution of the tokens begin .. end.
   void (*convolve_tokens)(const TokenConvolution&, int64_t begin, int64_t end);
+  // RMSNorm of the rows begin .. end.
+  void (*normalise)(const Norm&, int64_t begin, int64_t end);
 };
 
 const Kernels* portable_kernels();

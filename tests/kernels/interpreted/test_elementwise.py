@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from kernels.activation import ClampedSwiglu, gated, gated_reference, silu_mul, silu_mul_reference
-from kernels.kv_cache import write_kv, write_kv_reference
+from kernels.kv_cache import write_kv
+from kernels.kv_cache_reference import write_kv_reference
 from kernels.norm import rms_norm, rms_norm_reference
 from kernels.rotary import apply_rotary, apply_rotary_reference
 

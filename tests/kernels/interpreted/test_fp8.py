@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from kernels._triton import kernel, tl
 from kernels.fp8 import dequantize, quantize
 from kernels.gpu.fp8 import float_from_fp8, fp8_from_float
-from kernels.kv_cache import write_kv, write_kv_reference
+from kernels.kv_cache import write_kv
+from kernels.kv_cache_reference import write_kv_reference
 from kernels.kv_quantised import INT4, QUANTISED, cached_size, from_quantised
 from tests.examples import examples
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.kv_cache import write_kv, write_kv_reference
+from kernels.kv_cache import write_kv
+from kernels.kv_cache_reference import write_kv_reference
 from kernels.kv_quantised import QUANTISED
 from kernels.latent_attention import latent_attention, latent_attention_reference
 from kernels.paged_attention import launch
