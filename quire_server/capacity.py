@@ -564,7 +564,9 @@ def step_bytes(sizes: ModelSizes, serving: Serving) -> int:
     return max(activations, logits + serving.max_rows * sizes.vocab_size * (element + _RULES_BYTES))
 
 
-def with_states(serving: Serving, sizes: ModelSizes, memory: int, *, default_rows: bool) -> Serving:
+def with_states(
+    serving: Serving, sizes: ModelSizes, memory: int, *, default_rows: bool, num_checkpoints: int = -1
+) -> Serving:
     """Return `serving` with the recurrent states that a worker allocates.
 
     Args:
@@ -572,6 +574,7 @@ def with_states(serving: Serving, sizes: ModelSizes, memory: int, *, default_row
         sizes: the model.
         memory: bytes that states and KV may use.
         default_rows: whether the number of rows is the default, which is reduced until states take half of the memory.
+        num_checkpoints: number of checkpoints; -1 for the default.
     """
     if not sizes.state_bytes:
         return serving
@@ -579,7 +582,9 @@ def with_states(serving: Serving, sizes: ModelSizes, memory: int, *, default_row
     rows = min(serving.max_rows, memory // 2 // state_bytes) if default_rows else serving.max_rows
     rows = max(1, rows)
     memory -= rows * (state_bytes - sizes.state_bytes)
-    checkpoints = default_checkpoints(rows, sizes.state_bytes, memory, has_kv=sizes.num_layers > 0)
+    checkpoints = num_checkpoints
+    if checkpoints < 0:
+        checkpoints = default_checkpoints(rows, sizes.state_bytes, memory, has_kv=sizes.num_layers > 0)
     return replace(serving, max_rows=rows, num_checkpoints=checkpoints)
 
 
@@ -683,20 +688,43 @@ def concurrency(
     )
 
 
-def num_sessions(num_blocks: int, block_size: int, agent: Agent, shared_prefix: int) -> int:
+_CHECKPOINTS_PER_SESSION = 3
+"""Checkpoints that a turn of a session uses: the one it begins from, that of its prompt, and that of its end."""
+
+
+def num_sessions(
+    num_blocks: int, serving: Serving, agent: Agent, shared_prefix: int, groups: KVGroups | None = None
+) -> int:
     """Return how many sessions of agents fit at a time if each may be in any of its turns.
+
+    A session keeps the KV of all its tokens in layers without a window. In the others, it keeps the windows before the
+    places that its last turn has used: where the turn began, the end of its prompt, and its own end.
 
     Args:
         num_blocks: blocks of all tiers.
-        block_size: tokens per block.
+        serving: settings of the worker.
         agent: the shape of a session.
         shared_prefix: number of leading tokens that all sessions share. Only full blocks are shared.
+        groups: the KV groups; None if all layers keep all tokens.
 
     Raises:
         ConfigError: the shared prefix is longer than the first prompt.
     """
     if shared_prefix > agent.first_prompt:
         raise ConfigError(f"--shared-prefix: {shared_prefix} exceeds the agents' first prompt of {agent.first_prompt}")
-    shared = shared_prefix // block_size
-    own = sum(-(-agent.tokens(turn) // block_size) - shared for turn in range(agent.turns))
+    size = serving.block_size
+    shared = shared_prefix // size
+    in_windows = num_tables = 0
+    if groups is not None:
+        window, num_tables = -(-(groups.window - 1) // size), groups.num_groups - 1
+        in_windows = min(window - (-agent.growth // size), 3 * window)
+    own = 0
+    for turn in range(agent.turns):
+        positions = -(-agent.tokens(turn) // size)
+        own += positions - shared + num_tables * min(positions, in_windows)
     return max(0, num_blocks - shared) * agent.turns // max(1, own)
+
+
+def sessions_with_states(serving: Serving) -> int:
+    """Return for how many sessions a worker with recurrent state has checkpoints."""
+    return serving.num_checkpoints // _CHECKPOINTS_PER_SESSION

@@ -64,6 +64,7 @@ def configure(parser: OneLineParser) -> None:
     add("--max-num-batched-tokens", type=int, default=8192, metavar="N", help="tokens per step (default: 8192)")
     add("--max-model-len", type=int, default=0, metavar="N", help="longest sequence (default: the model's positions)")
     add("--tensor-parallel-size", type=int, default=1, metavar="N", help="number of cards that share the model")
+    add("--state-checkpoints", type=int, default=-1, metavar="N", help="saved recurrent states (default: as a worker)")
     add("--speculation", choices=("off", "ngram", "draft"), default="off", help="drafts (default: off)")
     add("--json", type=Path, metavar="FILE", help="also write the result to this file")
 
@@ -80,6 +81,7 @@ def run(options: Namespace) -> int:
         kv_formula,
         kv_groups,
         num_sessions,
+        sessions_with_states,
         step_bytes,
         weights_bytes,
         with_states,
@@ -133,7 +135,9 @@ def run(options: Namespace) -> int:
         own = weights_bytes(sizes, serving.quantization, longest, serving.tensor_parallel_size)
     else:
         raise CommandError("--gpu-memory is missing; add for example --gpu-memory 80GB, or --kv-cache-memory on a CPU")
-    serving = with_states(serving, sizes, usable - own, default_rows=is_default)
+    serving = with_states(
+        serving, sizes, usable - own, default_rows=is_default, num_checkpoints=options.state_checkpoints
+    )
     memory = fit(usable, sizes, serving, weights=own, step=step)
     bytes_per_block = block_bytes(sizes, serving)
     if sizes.state_bytes and parse_bytes(options.disk_cache_bytes):
@@ -149,11 +153,9 @@ def run(options: Namespace) -> int:
     if agent is not None:
         with_host = memory.num_blocks + host_tokens // serving.block_size
         tiers = (memory.num_blocks, with_host, with_host + disk_tokens // serving.block_size)
-        if groups is not None:
-            tiers = (
-                memory.num_blocks // groups.num_groups,
-            ) * 3  # A lower bound: sessions keep their last windows only.
-        sessions = [num_sessions(blocks, serving.block_size, agent, options.shared_prefix) for blocks in tiers]
+        sessions = [num_sessions(blocks, serving, agent, options.shared_prefix, groups) for blocks in tiers]
+        if sizes.state_bytes:
+            sessions = [min(count, sessions_with_states(serving)) for count in sessions]
     rows = [
         concurrency(memory, sizes, serving, context=context, output=options.output, shared_prefix=options.shared_prefix)
         for context in _contexts(options, longest)
@@ -178,6 +180,11 @@ def run(options: Namespace) -> int:
     print(_page(sizes, serving, memory, weights, rows, options, host_tokens, disk_tokens))
     if sessions is not None and agent is not None:
         print(_sessions_text(agent, *sessions))
+        if sizes.state_bytes and sessions[0] == sessions_with_states(serving):
+            count = serving.num_checkpoints
+            print(f"The {count} checkpoints are the limit: a session uses three. --state-checkpoints changes that.")
+        elif groups is not None:
+            print("Windows count before the places that a session's last turn has used.")
     return 0
 
 

@@ -10,9 +10,20 @@ from pathlib import Path
 import pytest
 from transformers import LongcatFlashConfig
 
-from quire_server.capacity import sizes_from_config, sizes_from_params, weights_bytes
+from quire_server.capacity import (
+    Agent,
+    Serving,
+    num_sessions,
+    sessions_with_states,
+    sizes_from_config,
+    sizes_from_params,
+    weights_bytes,
+)
 from quire_server.cli.main import main
+from records.rules.model_worker import ModelWorker
 from shared.model_path import resolve_model
+from tests.scheduler_svc.cluster import Cluster
+from worker_svc.memory.kv_groups import KVGroups
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "capacity.md").read_text("utf-8")
 _MODELS = dict(re.findall(r"^\| (\d+B.*?) \| `(layers=\S+)` \|$", PAGE, re.MULTILINE))
@@ -211,6 +222,48 @@ def test_host_memory_holds_no_prefixes_of_a_model_with_recurrent_state(capsys: p
 
     assert main(["capacity", *flags, "--disk-cache-bytes=1TB"]) != 0
     assert "--disk-cache-bytes: recurrent state is not copied to disk" in capsys.readouterr().err
+
+
+def _lost_turns(num_sessions: int, agent: Agent, num_turns: int, num_blocks: int, **kind: int) -> int:
+    """Run sessions one after another, turn by turn; return how many of their last turns were computed again."""
+    cluster = Cluster(max_num_seqs=4, max_num_batched_tokens=64, prefix_cache="hash")
+    cluster.join(
+        ModelWorker(b"w/1", num_blocks, 4, 4, max_tokens_per_step=64, max_model_len=4096, **kind)  # type: ignore[arg-type]
+    )
+    growth, lost = agent.growth // 2, 0
+    places = range(agent.first_prompt)
+    sequences = [[(7 * session + 3 * place) % 97 for place in places] for session in range(num_sessions)]
+    for turn in range(num_turns):
+        for session, tokens in enumerate(sequences):
+            before, stream = len(cluster.plans), turn * num_sessions + session
+            cluster.submit(stream, tokens, growth)
+            cluster.run()
+            (admission, *_) = (each for plan in cluster.plans[before:] for each in plan.admissions)
+            lost += turn == num_turns - 1 and admission.num_computed_tokens < len(tokens) - growth - 8
+            tokens += cluster.readers[stream].tokens
+            tokens += [(5 * stream + place) % 89 for place in range(growth)]
+    return lost
+
+
+def test_as_many_sessions_with_windows_as_a_scheduler_keeps() -> None:
+    """With the computed number, the last turn of each session begins where the turn before ended; with more, not."""
+    agent, groups = Agent(5, 40, 24), KVGroups((0, 1, 2), (0, 0, 0), 33)
+    longest = Agent(1, agent.tokens(agent.turns - 2), agent.growth)
+    number = num_sessions(400, Serving(kv_type="float16", block_size=4), longest, 0, groups)
+    kind = {"num_kv_groups": 3, "window": 33, "window_chunk": 8}
+
+    assert number == 5
+    assert not _lost_turns(number, agent, agent.turns, 400, **kind)
+    assert _lost_turns(number + 3, agent, agent.turns, 400, **kind)
+
+
+def test_as_many_sessions_with_recurrent_state_as_a_scheduler_keeps() -> None:
+    """Each session uses three checkpoints, however many blocks there are."""
+    agent, number = Agent(3, 40, 24), sessions_with_states(Serving(kv_type="float16", num_checkpoints=12))
+    kind = {"state_bytes": 64, "num_checkpoints": 12}
+
+    assert not _lost_turns(number, agent, agent.turns, 1000, **kind)
+    assert _lost_turns(number + 1, agent, agent.turns, 1000, **kind)
 
 
 def test_agents_are_not_longer_than_the_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,6 +70,10 @@ def test_windows_count_with_their_newest_tokens(tmp_path: Path, capsys: pytest.C
     kept = predicted_memory(tmp_path, folder, *flags, "--host-cache=1MiB", "--disk-cache-bytes=8MiB")
     swapping = predicted_memory(tmp_path, folder, *flags, "--host-cache=1MiB")
 
+    engine = make_engine(folder, kv_cache_memory="6MiB")
+    assert freed["per_card"]["num_blocks"] == engine.limits.num_blocks
+    assert freed["bytes_per_block"] == engine.limits.block_bytes
+    assert tuple(freed["kv_by_kind"]) == engine.limits.cache_kinds == ("full", "window")
     per_token = kept["kv_bytes_per_token"]
     period = (64 + 384 - 2 + 15) // 16 + 1
     assert freed["kv_by_kind"]["window"]["tokens"] == 64
@@ -90,11 +94,11 @@ def test_windows_count_with_their_newest_tokens(tmp_path: Path, capsys: pytest.C
         assert line in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("speculation", ["off", "ngram"])
-def test_states_of_rows_with_drafts(speculation: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("speculation", "checkpoints"), [("off", -1), ("ngram", -1), ("off", 5)])
+def test_states_of_rows_with_drafts(speculation: str, checkpoints: int, tmp_path: Path) -> None:
     """With drafts, a row has two states: rows, checkpoints and blocks equal those of a worker."""
     folder = make_checkpoint("Lfm2ForCausalLM", tmp_path / "model")
-    engine = make_engine(folder, kv_cache_memory="2MiB", speculation=speculation)
+    engine = make_engine(folder, kv_cache_memory="2MiB", speculation=speculation, state_checkpoints=checkpoints)
     shape = vars(engine)["_model"].kv_shapes
     config = json.loads((folder / "config.json").read_text())
     sizes = f"layers={len(shape)},kv_heads={shape[0].num_kv_heads},head_dim={shape[0].head_dim},parameters=1e6"
@@ -102,8 +106,11 @@ def test_states_of_rows_with_drafts(speculation: str, tmp_path: Path) -> None:
 
     out = tmp_path / "capacity.json"
     flags = ("--kv-cache-memory=2MiB", f"--speculation={speculation}", "--dtype=float32", "--context=64", "--output=8")
-    assert main(["capacity", "--params", sizes, "--json", str(out), *flags]) == 0
-    card = json.loads(out.read_text())["per_card"]
+    states = f"--state-checkpoints={checkpoints}"
+    assert main(["capacity", "--params", sizes, "--json", str(out), *flags, states]) == 0
+    found = json.loads(out.read_text())
+    card = found["per_card"]
+    assert tuple(found["kv_by_kind"]) == engine.limits.cache_kinds == ("full", "state")
     limits, states_per_row = engine.limits, 1 if speculation == "off" else 2
     assert card["state"] == (limits.max_rows * states_per_row + limits.num_checkpoints) * limits.state_bytes
     assert card["num_blocks"] == limits.num_blocks
