@@ -152,6 +152,8 @@ def _with_disk(costs: "Costs", options: Namespace) -> "Costs":
     if bandwidth is not None:
         if not 0 < bandwidth < float("inf"):
             raise CommandError(f"--disk-bandwidth: {bandwidth:g} is not valid; use a number above 0")
+        if not (options.disk_tokens or costs.disk_tokens):
+            raise CommandError("--disk-bandwidth: there is no disk; add --disk-tokens and --host-tokens")
         if not costs.kv_token_bytes:
             raise CommandError("--disk-bandwidth: the bytes of a token are not known; add kv_token_bytes to --costs")
         block_bytes = costs.block_size * costs.kv_token_bytes

@@ -6,7 +6,7 @@ separately. At the end of a step, results reach the engine and tokens reach the 
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -76,6 +76,8 @@ class Run:
     version: str
     forecasts: Sequence[ForecastStats]
     """Accuracy of each kind of forecast."""
+    hit_tokens: Mapping[str, int]
+    """Cached tokens of all admitted sequences by tier."""
 
 
 def run(engine: Engine, workload: Workload, costs: Costs, num_workers: int = 1) -> Run:
@@ -115,6 +117,7 @@ class _Arena:
             cpu_s=self._engine.cpu_s,
             version=self._engine.version,
             forecasts=self._engine.forecasts(),
+            hit_tokens=self._engine.hit_tokens(),
         )
 
     def _turn(self) -> None:

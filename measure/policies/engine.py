@@ -4,7 +4,7 @@ An engine owns one or more workers and plans their steps.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from measure.policies.costs import Work
@@ -76,6 +76,10 @@ class Engine(ABC):
     def forecasts(self) -> Sequence[ForecastStats]:
         """Return each forecast kind's accuracy; empty if the scheduler makes no forecasts."""
         return ()
+
+    def hit_tokens(self) -> Mapping[str, int]:
+        """Return the cached tokens of all admitted sequences by tier; empty if the scheduler does not count them."""
+        return {}
 
     @abstractmethod
     def take_news(self) -> News:

@@ -58,6 +58,7 @@ def metrics(run: Run) -> Result:
         "goodput": sum(meets_targets(each) for each in run.served) / max(1, len(run.served)),
         "prefix_hit_share": sum(each.cached for each in done) / max(1, prompts),
         "prefix_hit_bound": sum(each.seen for each in done) / max(1, prompts),
+        "hit_tokens_by_tier": dict(run.hit_tokens),
         "preemptions": sum(each.preemptions for each in run.served),
         "service_difference": service_difference(run.served),
         "device_busy_share": run.busy_s / duration / run.num_workers,

@@ -5,7 +5,7 @@ Step contents are derived from plans as a worker does. Prompt block keys are com
 
 import heapq
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -164,6 +164,14 @@ class QuireEngine(Engine):
 
     def forecasts(self) -> Sequence[ForecastStats]:
         return self._core.stats().forecasts
+
+    def hit_tokens(self) -> Mapping[str, int]:
+        counters = [worker.counters for worker in self._core.stats().workers]
+        return {
+            "device": sum(each.cached_tokens for each in counters),
+            "host": sum(each.restored_tokens for each in counters),
+            "disk": sum(each.loaded_tokens for each in counters),
+        }
 
     def _handle(self, event: ev.Event, now: float) -> None:
         began = self._cpu_clock()

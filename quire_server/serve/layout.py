@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from quire_server.serve import lifeline
-from shared.config import ConfigError, FrontendConfig, SchedulerConfig, WorkerConfig, to_flags
+from shared.config import ConfigError, FrontendConfig, SchedulerConfig, WorkerConfig, parse_bytes, to_flags
 
 _DEFAULT_ENVIRONMENT = {
     # On one machine, the worker shares its cores with the front end and the scheduler. By default, OpenMP threads spin
@@ -109,6 +109,11 @@ def plan_children(
         )
     if config.standby:
         scheduler = replace(scheduler, leader_lease=scheduler.leader_lease or str(socket_dir / "leader"))
+    if config.worker.disk_cache and not parse_bytes(config.worker.host_cache):
+        raise ConfigError(
+            "disk_cache (--disk-cache): blocks on disk pass through host memory, of which there is none; add"
+            " --host-cache, for example --host-cache 4GiB"
+        )
     ranks = config.worker.tensor_parallel_size
     workers = [
         replace(

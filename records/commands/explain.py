@@ -55,6 +55,7 @@ def run(options: Namespace) -> int:
 
 
 def _from_files(question: admin_pb2.ExplainRequest, place: Path) -> admin_pb2.ExplainResponse:
+    from records.commands.record import unreadable
     from records.explain.answers import answer
     from scheduler_svc.recorder.segments import UnreadableRecordError
     from shared.errors import QuireError
@@ -63,6 +64,8 @@ def _from_files(question: admin_pb2.ExplainRequest, place: Path) -> admin_pb2.Ex
         return answer(question, place).message()
     except (QuireError, UnreadableRecordError) as error:
         raise CommandError(str(error)) from None
+    except OSError as error:
+        raise CommandError(unreadable(place, error)) from None
 
 
 def _from_service(question: admin_pb2.ExplainRequest, options: Namespace) -> admin_pb2.ExplainResponse:

@@ -46,8 +46,10 @@ def run(options: Namespace) -> int:
         raise CommandError(f"--perfetto: {options.action} writes no timeline; use quire record export")
     try:
         segments = read(options.place)
-    except (UnreadableRecordError, FileNotFoundError) as error:
+    except UnreadableRecordError as error:
         raise CommandError(str(error)) from None
+    except OSError as error:
+        raise CommandError(unreadable(options.place, error)) from None
     if not segments:
         raise CommandError(_no_record(options.place))
     if options.action == "ls":
@@ -72,6 +74,12 @@ def run(options: Namespace) -> int:
     for line in lines if last is None else deque(lines, maxlen=last):
         print(line)
     return 0
+
+
+def unreadable(place: Path, error: OSError) -> str:
+    """Return the error for a record whose file or folder cannot be read."""
+    what = "no such file or folder" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+    return f"{error.filename or place}: {what}; use the folder of a scheduler's --record-dir, or a file in it"
 
 
 def _no_record(place: Path) -> str:

@@ -1,4 +1,4 @@
-"""Derives, from a request's largest cause, one sentence that names the setting or action that would have helped."""
+"""Derives one sentence, the setting or action that would have helped, from the largest cause that can be avoided."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,9 @@ from scheduler_svc.core.interface.config import PREEMPTIVE_POLICIES
 
 _UNAVOIDABLE = frozenset((CauseKind.LINK, CauseKind.FRONT_END, CauseKind.STEP_BEFORE))
 """Causes that take a few milliseconds in every request."""
-_SHORT_S = 0.1
+_SHORT_S = 0.02
+_LEAST_SHARE = 0.1
+"""Causes with a smaller share of the total are not worth an advice."""
 _ADVICE: dict[CauseKind, str] = {
     CauseKind.FRONT_END: "the front end itself was slow: start more of them (--frontends) or give them more cores",
     CauseKind.TOKENISING: "tokenise on the client and send token ids, or start more front ends (--frontends)",
@@ -98,13 +100,11 @@ _ADVICE: dict[CauseKind, str] = {
 
 def advice(found: Account) -> str:
     """Return what would have helped; empty if no setting or action would have."""
-    if not found.causes:
+    cause = next((each for each in found.causes if each.kind not in _UNAVOIDABLE or each.seconds >= _SHORT_S), None)
+    if cause is None or cause.seconds < _LEAST_SHARE * found.total_s:
         return ""
-    first = found.causes[0]
-    if first.kind in _UNAVOIDABLE and first.seconds < _SHORT_S:
-        return ""
-    special = _SPECIAL.get(first.kind)
-    return (special(first, found.life) if special is not None else "") or _ADVICE[first.kind]
+    special = _SPECIAL.get(cause.kind)
+    return (special(cause, found.life) if special is not None else "") or _ADVICE[cause.kind]
 
 
 def _tenant(cause: Cause, life: Life) -> str:

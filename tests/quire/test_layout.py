@@ -79,6 +79,13 @@ def test_settings_of_a_standby_on_another_machine_are_refused(flags: list[str], 
         children_of(*flags)
 
 
+def test_a_disk_without_host_memory_is_refused() -> None:
+    """Blocks on disk pass through host memory. The error names both flags before any process starts."""
+    assert flags_of(children_of("--disk-cache=/kv", "--host-cache=1GiB")[1])["--disk-cache"] == "/kv"
+    with pytest.raises(ConfigError, match=r"disk_cache \(--disk-cache\): .*; add --host-cache"):
+        children_of("--disk-cache=/kv")
+
+
 def test_all_links_use_private_sockets() -> None:
     """Both ends of each link get the same address in the service's own folder."""
     scheduler, worker, frontend = map(flags_of, children_of())

@@ -136,6 +136,20 @@ def test_schedulers_without_a_port_record_into_folders_of_their_own(
     )
 
 
+@pytest.mark.parametrize("command", [["record", "ls"], ["explain", "--slowest=1", "--record-dir"]])
+def test_a_record_that_does_not_exist_is_named(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The error has the path, what is wrong with it and what to use, without the number of a system error."""
+    missing = tmp_path / "missing"
+
+    assert main([*command, str(missing)]) == 1
+    assert capsys.readouterr().err == (
+        f"quire {command[0]}: {missing}: no such file or folder; use the folder of a scheduler's --record-dir, or a"
+        " file in it\n"
+    )
+
+
 def test_a_full_disk_stops_the_recording_and_not_the_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the disk is full the core continues; with room again a new segment begins with a snapshot and replays."""
     monkeypatch.setattr(recorder_module, "_RETRY_S", 0.1)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from measure.policies.arena import Served, run
+from measure.policies.arena import Run, Served, run
 from measure.policies.campaign import Campaign
 from measure.policies.costs import PRESETS, Costs, Work, read_costs
 from measure.policies.jobs import Job, Piece, SeenPrefixes
@@ -49,9 +49,13 @@ def _job(at: float, prompt: int, outputs: int, number: int = 0, **others: Any) -
     return Job(at=at, prompt=(Piece(2 * number, prompt),), outputs=Piece(2 * number + 1, outputs), **others)
 
 
-def _serve(jobs: Sequence[Job], setup: Setup) -> list[Served]:
+def _run(jobs: Sequence[Job], setup: Setup) -> Run:
     workload = OpenLoop(name="test", load=1.0, jobs=jobs)
-    return run(make(parse(_WHOLE_PROMPTS), setup), workload, setup.costs, setup.num_workers).served
+    return run(make(parse(_WHOLE_PROMPTS), setup), workload, setup.costs, setup.num_workers)
+
+
+def _serve(jobs: Sequence[Job], setup: Setup) -> list[Served]:
+    return _run(jobs, setup).served
 
 
 def _campaign(workload: str, **changes: Any) -> Campaign:
@@ -75,18 +79,22 @@ _FAST_DISK = replace(PRESETS["8b-h100"], kv_tokens=2048, host_tokens=1024, disk_
 def test_a_disk_brings_prefixes_back_that_left_host_memory() -> None:
     """Six prompts of 1,024 tokens do not fit into 3,072 tokens. Most are found on disk later, unless it is slow."""
     jobs = [_job(2.0 * number, 1024, 2, number % 6) for number in range(12)]
-    cached = {}
+    cached, by_tier = {}, {}
     for name, costs in (
         ("none", replace(_FAST_DISK, disk_tokens=0)),
         ("fast", _FAST_DISK),
         ("slow", replace(_FAST_DISK, disk_block_s=1e-3)),
     ):
-        served = _serve(jobs, _setup(costs=costs))
-        cached[name] = sum(each.cached for each in served[6:])
+        found = _run(jobs, _setup(costs=costs))
+        cached[name] = sum(each.cached for each in found.served[6:])
+        by_tier[name] = metrics(found)["hit_tokens_by_tier"]
 
     assert cached["none"] < 1024
     assert cached["fast"] > 3 * 1024
     assert cached["slow"] < 2048
+    assert by_tier["none"]["disk"] == 0
+    assert by_tier["fast"]["disk"] > 3 * 1024
+    assert sum(by_tier["fast"].values()) == cached["fast"]
 
 
 def test_a_run_with_a_disk_is_reproducible() -> None:
@@ -104,6 +112,7 @@ def test_a_run_with_a_disk_is_reproducible() -> None:
     [
         (["--disk-tokens=1024"], "add --host-tokens"),
         (["--disk-tokens=-1"], "use 0 or more"),
+        (["--disk-bandwidth=3"], "--disk-bandwidth: there is no disk; add --disk-tokens and --host-tokens"),
         (["--host-tokens=1024", "--disk-tokens=1024", "--disk-bandwidth=0"], "use a number above 0"),
     ],
 )

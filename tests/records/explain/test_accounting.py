@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from records.explain.accounting import CauseKind, account
+from records.explain.accounting import Account, Cause, CauseKind, account
 from records.explain.advice import _ADVICE, advice
 from records.explain.facts import Holding, Life, Obstacle, Passing, Report, Step, StreamKey, Usual
 from records.explain.page import as_json, page
@@ -255,6 +255,25 @@ def test_a_planted_cause_is_named_first(kind: CauseKind) -> None:
     assert found.causes[0].kind is kind, page(found)
     assert kind.value in page(found)
     assert bool(advice(found)) == (kind not in (CauseKind.PREFIX, CauseKind.BOUNDARY))
+
+
+@pytest.mark.parametrize(
+    ("link_s", "prefill_s", "advised"),
+    [
+        (0.06, 0.01, "time passed between processes"),  # more than the link needs
+        (0.015, 0.01, "its own prompt takes this long"),
+        (0.015, 0.001, ""),
+    ],
+)
+def test_a_short_link_does_not_hide_the_next_cause(link_s: float, prefill_s: float, advised: str) -> None:
+    """The link gets the advice if it took long, else the largest other cause, if that is worth an advice."""
+    life = _running(*_steps(0.0, 20))
+    causes = (Cause(CauseKind.LINK, link_s), Cause(CauseKind.OWN_PREFILL, prefill_s))
+    found = Account(life, causes, link_s + prefill_s, None, None)
+
+    assert advice(found).startswith(advised)
+    assert bool(advice(found)) == bool(advised)
+    assert ("No setting would have made it faster." in page(found)) == (not advised)
 
 
 def test_requests_that_took_part_are_named() -> None:
