@@ -257,6 +257,8 @@ class SchedulerService:
             more = self._turn()
             self._metrics.observe_turn(time.monotonic() - began)
         is_silent = standbys is not None and standbys.must_be_silent
+        if not is_silent:
+            self._frontends.leave()
         if self._config.on_stop == "end" and not self.successor:
             now = time.monotonic()
             self._apply(ev.ShutdownRequested(), now)

@@ -94,6 +94,7 @@ class Frontend:
             ready=lambda: self.link.ready,
             silence_s=lambda: self.link.silence_s,
             restarts=lambda: self.link.num_restarts,
+            orderly_restarts=lambda: self.link.num_orderly_restarts,
             addresses=len(addresses(config.frontend_address)),
         )
         folder = resolve_model(config.model, weights=False)

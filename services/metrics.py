@@ -119,13 +119,15 @@ class FrontendMetrics:
         ready: Callable[[], bool],
         silence_s: Callable[[], float],
         restarts: Callable[[], int],
+        orderly_restarts: Callable[[], int],
         addresses: int,
     ) -> None:
         """Export the front end's view of the scheduler, so that metrics exist even if the scheduler sends nothing."""
         self._registry.computed(names.SCHEDULER_CONNECTED, connected)
         self._registry.computed(names.SCHEDULER_READY, ready)
         self._registry.computed(names.SCHEDULER_SILENCE, silence_s)
-        self._registry.computed(names.SCHEDULER_RESTARTS, restarts)
+        self._registry.computed(names.SCHEDULER_RESTARTS, lambda: restarts() - orderly_restarts(), "lost")
+        self._registry.computed(names.SCHEDULER_RESTARTS, orderly_restarts, "planned")
         self._registry.computed(names.SCHEDULER_ADDRESSES, lambda: addresses)
 
     def of(self, metric: names.Metric) -> Histogram:

@@ -319,7 +319,12 @@ SCHEDULER_ADDRESSES = Metric(
     source=_FRONTEND,
 )
 SCHEDULER_RESTARTS = Metric(
-    "quire.scheduler.restarts", _C, "Schedulers to which the front end connected after the first one", source=_FRONTEND
+    "quire.scheduler.restarts",
+    _C,
+    "Schedulers to which the front end connected after the first one, by the end of the one before: planned (SIGTERM, a"
+    " takeover by command) or lost",
+    ("reason",),
+    source=_FRONTEND,
 )
 SPANS_DROPPED = Metric(
     "quire.spans_dropped",

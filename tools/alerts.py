@@ -95,8 +95,9 @@ CAUSES = (
     ),
     Cause(
         "QuireSchedulerRestarts",
-        # One restart is a rollout. `increase` extrapolates, so one restart can count a little more than 1.
-        "max without (frontend) (increase(quire_scheduler_restarts_total[15m])) > 1.5",
+        # Rollouts and takeovers by command are planned. `increase` extrapolates, so one restart can count a little more
+        # than 1.
+        'max without (frontend, reason) (increase(quire_scheduler_restarts_total{reason="lost"}[15m])) > 1.5',
         "0s",
         "page",
         "The scheduler restarts again and again",

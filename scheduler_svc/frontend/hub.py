@@ -203,6 +203,12 @@ class FrontendHub:
             write = partial(log.info, "front end left") if orderly else partial(log.warning, "front end lost")
             write(frontend=peer.decode(errors="replace"), reason=reason)
 
+    def leave(self) -> None:
+        """Tell all front ends that this core ends as planned, so that they do not count its end as a failure."""
+        message = link_pb2.CoreMessage(incarnation=self._incarnation, leaves=True).SerializeToString()
+        for peer in self._frontends:
+            send_to(self.socket, peer, message)
+
     def drain(self, seconds: float) -> None:
         """Send the remaining backlogs for up to `seconds`, before the process exits."""
         end = time.monotonic() + seconds

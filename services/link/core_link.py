@@ -132,7 +132,9 @@ class CoreLink:
         self.protocol_version = LINK_VERSIONS.oldest
         """Negotiated protocol version; features of newer versions are not used."""
         self.malformed_messages = 0
-        self.num_restarts = 0
+        self.num_restarts = self.num_orderly_restarts = 0
+        self._core_leaves = False
+        """Whether the core has said that it ends as planned."""
         """Number of cores that accepted this front end, not counting the first."""
 
     @property
@@ -394,6 +396,7 @@ class CoreLink:
                 return
         elif message.incarnation != self._core:
             return  # The message is from an old core, or from a core that has not yet responded to the current Hello.
+        self._core_leaves = self._core_leaves or message.leaves
         self._take_scores(message)
         self._take_tokens(message)
         for end in message.ends:
@@ -468,10 +471,12 @@ class CoreLink:
             self.protocol_version = message.protocol_version or LINK_VERSIONS.oldest
             if self._core not in (0, message.incarnation):
                 self.num_restarts += 1
+                self.num_orderly_restarts += self._core_leaves
                 get_logger().warning(
                     "scheduler core restarted; submitting live streams again", live_streams=len(self._streams)
                 )
             self._core = message.incarnation
+            self._core_leaves = False
             self._in_handshake = False
             for stream in self._streams.values():
                 try:

@@ -366,13 +366,17 @@ def test_metrics_without_a_core_are_the_front_ends_own(tmp_path: Path) -> None:
 
 
 def test_a_front_end_counts_the_restarts_of_its_scheduler(tmp_path: Path) -> None:
-    """Two cores after the first one: connected and ready, with two restarts."""
+    """Two cores after the first one: connected and ready. One core said that it would end, and one was lost."""
 
     async def main() -> None:
         async with running_stack(tmp_path) as stack:
-            for _ in range(2):
+            for leaves in (True, False):
                 address = stack.core.address
-                await stack.generate(tokens_request(1))
+                if leaves:
+                    await stack.generate(tokens_request(1))
+                    message = link_pb2.CoreMessage(incarnation=stack.core.incarnation, leaves=True)
+                    stack.core.say(message.SerializeToString())
+                await stack.generate(tokens_request(1))  # Its tokens arrive after the message.
                 stack.core.kill()
                 stack.core_or_none = TestCore(address)
             await stack.generate(tokens_request(1))
@@ -380,6 +384,7 @@ def test_a_front_end_counts_the_restarts_of_its_scheduler(tmp_path: Path) -> Non
 
             assert 'quire_scheduler_connected{frontend="frontend-0"} 1.0' in lines
             assert 'quire_scheduler_ready{frontend="frontend-0"} 1.0' in lines
-            assert 'quire_scheduler_restarts_total{frontend="frontend-0"} 2.0' in lines
+            assert 'quire_scheduler_restarts_total{frontend="frontend-0",reason="lost"} 1.0' in lines
+            assert 'quire_scheduler_restarts_total{frontend="frontend-0",reason="planned"} 1.0' in lines
 
     asyncio.run(main())

@@ -99,8 +99,11 @@ def test_burn_alerts_end_with_the_burn(slo: str, tmp_path: Path) -> None:
         ),
         (
             "QuireSchedulerRestarts",
-            {'quire_scheduler_restarts_total{frontend="a"}': "0x5 1x2 2x15"},
-            {'quire_scheduler_restarts_total{frontend="a"}': "0x5 1x20"},
+            {'quire_scheduler_restarts_total{frontend="a",reason="lost"}': "0x5 1x2 2x15"},
+            {
+                'quire_scheduler_restarts_total{frontend="a",reason="lost"}': "0x5 1x20",
+                'quire_scheduler_restarts_total{frontend="a",reason="planned"}': "0x5 1x2 2x2 3x15",
+            },
             {},
         ),
         (

@@ -729,6 +729,7 @@ class CoreMessage(_message.Message):
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
     VIEWS_FIELD_NUMBER: _builtins.int
+    LEAVES_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     """The core's incarnation."""
     streams: _builtins.bytes
@@ -745,6 +746,8 @@ class CoreMessage(_message.Message):
     """In answer to hello: the newest common version. Fields of newer versions are not used. 0: the front end's oldest."""
     refused: _builtins.str
     """In answer to hello: why the front end is refused, for the operator. The front end may retry."""
+    leaves: _builtins.bool
+    """Whether the core ends or hands over as planned: after SIGTERM, or because another scheduler takes over by command."""
     @_builtins.property
     def state(self) -> Global___ServiceState:
         """The state of the service; in answer to hello and whenever it changes."""
@@ -791,10 +794,11 @@ class CoreMessage(_message.Message):
         protocol_version: _builtins.int = ...,
         refused: _builtins.str = ...,
         views: _abc.Iterable[Global___View] | None = ...,
+        leaves: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["snapshot", b"snapshot", "state", b"state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "ends", b"ends", "first_indices", b"first_indices", "incarnation", b"incarnation", "operator_replies", b"operator_replies", "protocol_version", b"protocol_version", "refused", b"refused", "resume_replies", b"resume_replies", "scores", b"scores", "snapshot", b"snapshot", "state", b"state", "streams", b"streams", "tokens", b"tokens", "unknown", b"unknown", "views", b"views"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "ends", b"ends", "first_indices", b"first_indices", "incarnation", b"incarnation", "leaves", b"leaves", "operator_replies", b"operator_replies", "protocol_version", b"protocol_version", "refused", b"refused", "resume_replies", b"resume_replies", "scores", b"scores", "snapshot", b"snapshot", "state", b"state", "streams", b"streams", "tokens", b"tokens", "unknown", b"unknown", "views", b"views"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
