@@ -13,14 +13,19 @@ from checks.sim.aims import (
     with_little_memory,
     with_swaps,
     with_windows,
+    with_windows_on_host,
 )
 from checks.sim.faults import Fault
 from scheduler_svc.core.interface.arrays import NO_INDICES, IndexArray
+from scheduler_svc.core.memory.host_keys import HostKeys
+from scheduler_svc.core.memory.swapping import SwapSpace
 from scheduler_svc.core.memory.window_blocks import WindowBlocks, _Row
 from scheduler_svc.core.workers.worker import Worker
+from shared.prefix_keys import KEY_BYTES
 
 _SHARED = both(with_few_words, with_windows(7))
 _SWAPPED = both(with_swaps, with_windows(7, 3))
+_ON_HOST = with_windows_on_host(7, 3)
 
 
 @bug("window.content", "kv.exclusive", aim=with_windows(9, 3))
@@ -191,3 +196,79 @@ def swapped_window_in_another_group(patch: pytest.MonkeyPatch) -> None:
         return None if found is None else found[:, ::-1]
 
     wrap(patch, WindowBlocks, "present", mirrored)
+
+
+# ---------------------------------------------------------------- windows of cached prefixes in host memory
+
+
+@bug("window.content", "kv.reuse", aim=_ON_HOST)
+def last_of_a_tail_is_not_restored(patch: pytest.MonkeyPatch) -> None:
+    """The last window block of a tail is attached, but its content is not copied from the host."""
+
+    def longer(load: Any, self: SwapSpace, host: IndexArray, blocks: IndexArray, **steps: int) -> Any:
+        holds_window = len(self.keys.entry(int(host[0])).key) > KEY_BYTES
+        return load(self, host[:-1] if holds_window and len(host) > 1 else host, blocks, **steps)
+
+    wrap(patch, SwapSpace, "load", longer)
+
+
+@bug("window.content", aim=_ON_HOST)
+def restored_to_another_table(patch: pytest.MonkeyPatch) -> None:
+    """Window blocks are copied from the host to the tables of other groups."""
+
+    def mirrored(windows: Any, self: SwapSpace, keys: bytes, positions: IndexArray, tables: IndexArray) -> IndexArray:
+        found: IndexArray = windows(self, keys, positions, tables)
+        if len(positions) > 1 and positions[0] == positions[1]:
+            found[:2] = found[1::-1]
+        return found
+
+    wrap(patch, SwapSpace, "windows", mirrored)
+
+
+@bug("window.content", aim=_ON_HOST)
+def stored_under_another_table(patch: pytest.MonkeyPatch) -> None:
+    """Window blocks move to the host under the key of another group."""
+
+    def mirrored(owner: Any, self: WindowBlocks, block: int) -> tuple[int, int]:
+        full, table = owner(self, block)
+        return full, self.num_tables - 1 - table
+
+    wrap(patch, WindowBlocks, "owner", mirrored)
+
+
+@bug("window.content", "window.table", "core", "plan.block", aim=_ON_HOST)
+def tail_in_host_memory_one_block_short(patch: pytest.MonkeyPatch) -> None:
+    """A request continues after a prefix that lacks the first block of its tail on both tiers."""
+
+    def shorter(reach: Any, self: WindowBlocks, blocks: IndexArray, keys: bytes, num_known: int, host: HostKeys) -> int:
+        whole, self.tail = self.tail, max(1, self.tail - 1)
+        found: int = reach(self, blocks, keys, num_known, host)
+        self.tail = whole
+        return found
+
+    wrap(patch, WindowBlocks, "reach_with_host", shorter)
+    wrap(patch, WindowBlocks, "missing", _only_last)
+
+
+def _only_last(missing: Any, self: WindowBlocks, blocks: IndexArray, num_blocks: int) -> IndexArray:
+    """Return what is missing without the first position of the tail."""
+    found: IndexArray = missing(self, blocks, num_blocks)
+    return found[found[:, 0] > max(0, num_blocks - self.tail)]
+
+
+@bug("core", "window.content", "window.table", "plan.block", aim=_ON_HOST)
+def tail_is_evicted_while_the_rest_returns(patch: pytest.MonkeyPatch) -> None:
+    """The blocks of a tail that the device has may be taken for those that are copied from the host."""
+    patch.setattr(WindowBlocks, "present_tail", lambda self, blocks, num_blocks: NO_INDICES)
+
+
+@bug("kv.spoilt", aim=both(with_windows_on_host(7, 3), with_faults(Fault.SPOILT_ROW, per_step=0.1)))
+def spoilt_windows_stay_on_the_host(patch: pytest.MonkeyPatch) -> None:
+    """After a row with NaN, window blocks in host memory can still be used."""
+
+    def full_only(drop: Any, self: SwapSpace) -> None:
+        keys = self.keys
+        blocks = [block for block in np.flatnonzero(keys.holds).tolist() if len(keys.entry(block).key) == KEY_BYTES]
+        self.pool.distrust(np.array(blocks, np.intp))
+
+    wrap(patch, SwapSpace, "drop_cached", full_only)

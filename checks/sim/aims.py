@@ -208,6 +208,20 @@ def with_windows(window: int, chunk: int = 6, *, num_groups: int = 3) -> Aim:
     return adapt
 
 
+def with_windows_on_host(window: int, chunk: int = 6, *, num_groups: int = 3, num_blocks: int = 110) -> Aim:
+    """Return an adaptation with windows, in which cached prefixes move to the host, and little device memory.
+
+    Each worker has `num_blocks` blocks of 2 tokens, and host memory for several prefixes.
+    """
+
+    def adapt(scenario: Scenario) -> Scenario:
+        scenario = with_windows(window, chunk, num_groups=num_groups)(with_host_cache(scenario))
+        sizes = [dataclasses.replace(size, num_blocks=num_blocks, num_host_blocks=500) for size in scenario.workers]
+        return dataclasses.replace(scenario, workers=tuple(sizes))
+
+    return adapt
+
+
 def with_sessions(scenario: Scenario) -> Scenario:
     """Most requests continue an earlier one, and memory holds the working sets of a few sessions only."""
     step = scenario.pace.step
@@ -625,6 +639,15 @@ AIMS: tuple[tuple[str, Aim], ...] = (
         ),
     ),
     ("swapped windows and drafts", both(with_drafts, with_swaps, with_windows(5, 1))),
+    (
+        "windows in host memory",
+        both(with_windows_on_host(7, 3), with_faults(Fault.CRASH, Fault.CANCEL, Fault.SPOILT_ROW, per_step=0.02)),
+    ),
+    ("windows in little host memory", both(with_windows_on_host(9, 12, num_groups=2), with_few_host_blocks)),
+    (
+        "windows in host memory and slow copies",
+        both(with_windows_on_host(5, 4), with_slow_copies, with_traffic(conversations=0.7)),
+    ),
     ("urgent requests", with_little_memory),
     ("few words", with_few_words),
     ("parts of blocks", both(with_few_words, with_limits(prefix_cache="radix"))),

@@ -143,15 +143,17 @@ def run(options: Namespace) -> int:
     if sizes.state_bytes and parse_bytes(options.disk_cache_bytes):
         raise CommandError("--disk-cache-bytes: recurrent state is not copied to disk; remove it")
     agent, groups = _agent(options.agents, longest), kv_groups(sizes, serving)
-    # With recurrent state or windows, host memory has only the KV and states of preempted requests.
-    for_prefixes = 0 if sizes.state_bytes or groups is not None else parse_bytes(options.host_cache)
-    host_tokens = for_prefixes // max(1, bytes_per_block) * serving.block_size
+    # With recurrent state, host memory has only the KV and states of preempted requests.
+    for_prefixes = 0 if sizes.state_bytes else parse_bytes(options.host_cache)
+    host_blocks = for_prefixes // max(1, bytes_per_block)
+    # With windows, this is a lower bound, because prefixes keep only their last windows.
+    host_tokens = host_blocks // (1 if groups is None else groups.num_groups) * serving.block_size
     disk_tokens = parse_bytes(options.disk_cache_bytes) // max(1, bytes_per_block) * serving.block_size
     if disk_tokens and not host_tokens:
         raise CommandError("--disk-cache-bytes: blocks on disk pass through host memory; add --host-cache")
     sessions = None
     if agent is not None:
-        with_host = memory.num_blocks + host_tokens // serving.block_size
+        with_host = memory.num_blocks + host_blocks
         tiers = (memory.num_blocks, with_host, with_host + disk_tokens // serving.block_size)
         sessions = [num_sessions(blocks, serving, agent, options.shared_prefix, groups) for blocks in tiers]
         if sizes.state_bytes:
@@ -347,14 +349,14 @@ def _page(
         held = f"{tokens:,} tokens" if groups is None else f"for {groups.num_groups} block tables per request"
         lines += [f"KV cache       {memory.num_blocks:,} blocks of {serving.block_size} tokens: {held}"]
     if host_tokens:
-        factor = 1 + host_tokens / max(1, memory.num_blocks * serving.block_size)
+        num_groups, least = (1, "") if groups is None else (groups.num_groups, "at least ")
+        factor = 1 + host_tokens / max(1, memory.num_blocks // num_groups * serving.block_size)
         lines.append(
-            f"Host memory of {options.host_cache} holds cached prefixes of {host_tokens:,} tokens more: together"
+            f"Host memory of {options.host_cache} holds cached prefixes of {least}{host_tokens:,} tokens more: together"
             f" {factor:.1f} times as many as the KV cache."
         )
-    elif (sizes.state_bytes or groups is not None) and options.host_cache != "0":
-        what = "KV and states" if sizes.state_bytes else "KV"
-        lines.append(f"Host memory of {options.host_cache} holds the {what} of preempted requests only.")
+    elif sizes.state_bytes and options.host_cache != "0":
+        lines.append(f"Host memory of {options.host_cache} holds the KV and states of preempted requests only.")
     if options.speculation == "draft":
         lines.append("The weights and the KV of the draft model are not counted.")
     if disk_tokens:

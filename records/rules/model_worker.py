@@ -162,8 +162,8 @@ class ModelWorker:
     """Per block, the row that may write it."""
     _last_named: list[int] = field(default_factory=list)
     """Per block, the last step that used it; tables that still contain the block do not count as use."""
-    _swapped_in: set[int] = field(default_factory=set)
-    """Device blocks to which the plan copies host blocks."""
+    _swapped_in: list[list[int]] = field(default_factory=list)
+    """For each of the plan's copies to the device, its device blocks."""
     _used_before: dict[int, int] = field(default_factory=dict)
     """Device blocks that the plan copies to the host: the last step before this one that used them."""
     _spoils: dict[int, Spoil] = field(default_factory=dict)
@@ -284,7 +284,7 @@ class ModelWorker:
         ins = [((copy.sources + host).tolist(), copy.targets.tolist()) for copy in plan.swap_ins]
         # The copies to the host come first, so the plan itself may already reuse their sources.
         self._used_before = {block: self._last_named[block] for sources, _ in outs for block in sources}
-        self._swapped_in = {block for _, targets in ins for block in targets}
+        self._swapped_in = [targets for _, targets in ins]
         # Process swaps before admissions, because a row admitted in this plan may share the swapped-in blocks.
         for _, targets in outs + ins:
             self._check_unused(targets)
@@ -325,23 +325,41 @@ class ModelWorker:
         for sources, targets in ins:
             self._check_disk(sources, reads=True)
             self._copy(sources, targets)
-            for row, given in admitted:
-                self._own_swapped(row, given, targets)
+        for row, given in admitted:
+            self._own_swapped(row, given)
         for admission in plan.admissions:
             self._restore(admission)
         return self._forward(plan, admitted)
 
-    def _own_swapped(self, row: Row, given: int, targets: list[int]) -> None:
+    def _own_swapped(self, row: Row, given: int) -> None:
         """Let the row of a preempted request write the blocks copied back for it: its last one, and its window."""
         num_full = -(-given // self.block_size)
-        if row.blocks[: len(targets)] == targets and given % self.block_size:
-            self._writer[targets[-1]] = row
-        elif row.windows and given and row.blocks[:num_full] == targets[:num_full]:
-            if given % self.block_size:
-                self._writer[targets[num_full - 1]] = row
-            for block in targets[num_full:]:
-                self._check_not_known_as_spoilt(row, block)
-                self._writer[block] = row
+        in_window = self._swapped_window(row, row.windows)
+        is_swapped = row.blocks[:num_full] in self._swapped_in if not row.windows else bool(in_window)
+        if given % self.block_size and is_swapped:
+            self._writer[row.blocks[num_full - 1]] = row
+        for block in in_window:
+            self._check_not_known_as_spoilt(row, block)
+            self._writer[block] = row
+
+    def _swapped_window(self, row: Row, positions: list[list[int]]) -> list[int]:
+        """Return the window blocks that are copied back for a preempted request, together with its full blocks.
+
+        The tail of a cached prefix is copied separately.
+
+        Args:
+            row: the row.
+            positions: the window blocks of each of its positions.
+        """
+        num_full = -(-row.num_given // self.block_size)
+        for targets in self._swapped_in:
+            if (
+                num_full
+                and targets[:num_full] == row.blocks[:num_full]
+                and positions[:1] == [targets[num_full : num_full + self.num_kv_groups - 1]]
+            ):
+                return targets[num_full:]
+        return []
 
     def _check_not_known_as_spoilt(self, row: Row, block: int) -> None:
         """Check that a window block that a row gets is not known to contain NaN."""
@@ -437,7 +455,7 @@ class ModelWorker:
         if windows is None:
             return
         positions = windows.tables.T.tolist()
-        is_swapped = bool(positions) and row.num_given > 0 and self._swapped_in.issuperset(positions[0])
+        is_swapped = bool(self._swapped_window(row, positions))
         if (row.num_given % self.block_size and not is_swapped) or len(windows.tables) != self.num_kv_groups - 1:
             raise ViolationError("plan.admission", f"{len(windows.tables)} tables after {row.num_given}", row.name)
         num_given = 0 if is_swapped else row.num_given // self.block_size
@@ -475,7 +493,7 @@ class ModelWorker:
             raise ViolationError("plan.block", f"block {block} does not exist", row.name)
         if self._holders[block]:
             raise ViolationError("kv.exclusive", f"block {block} of a window is in a table", row.name)
-        if self._last_named[block] > self.answered_step:
+        if self._used_before.get(block, self._last_named[block]) > self.answered_step:
             raise ViolationError("kv.reuse", f"block {block} is reused in step {self.last_step}", row.name)
         self._writer[block] = row
         row.num_window_blocks += 1

@@ -88,6 +88,45 @@ def test_preemption(model: str, host_cache: str, remedy: str, tmp_path: Path) ->
     assert preemptions > 0, "nothing was preempted: the pool is too large for this test"
 
 
+NUM_SESSIONS, NUM_TURNS = 8, 3
+NEW_TOKENS, OUTPUT_TOKENS = 100, 20
+"""Per turn. A session grows to 360 tokens."""
+
+
+@MODELS
+def test_sessions_return_from_host_memory(model: str, tmp_path: Path) -> None:
+    """Turns of more sessions than fit on the device continue from host memory, with the reference's tokens."""
+    checkpoint = _make(model, tmp_path / "model")
+    oracle = Oracle(checkpoint)
+    cached = {}
+    for host_cache in ("0", "16MiB"):
+        with _serve(checkpoint, 60, f"--host-cache={host_cache}") as served:
+            assert served.count_logged("KV behind sliding windows is freed") == 1
+            answers = _take_turns(served, oracle.vocab_size)
+            cached[host_cache] = served.metric("quire_prefix_cache_hit_tokens_total")
+            from_host = served.metric("quire_prefix_cache_hit_tokens_total", tier="host")
+            served.wait_until_empty()
+        _check(oracle, answers)
+        assert (from_host > 0) == (host_cache != "0")
+    per_turn = NEW_TOKENS + OUTPUT_TOKENS
+    most = NUM_SESSIONS * sum(turn * per_turn for turn in range(1, NUM_TURNS))
+    assert cached["16MiB"] > 0.9 * most, "prefixes were computed again in spite of the host memory"
+    assert cached["0"] < 0.5 * most, "the device holds most sessions, so the test shows nothing"
+
+
+def _take_turns(served: Served, vocab_size: int) -> list[Answer]:
+    """Let sessions take turns one after the other, each of which continues its whole conversation."""
+    texts = draw_prompts((NEW_TOKENS,) * NUM_SESSIONS * NUM_TURNS, vocab_size, seed=6)
+    answers: list[Answer] = []
+    histories: list[list[int]] = [[] for _ in range(NUM_SESSIONS)]
+    for _ in range(NUM_TURNS):
+        for number, history in enumerate(histories):
+            (answer,) = generate_all(served.grpc, [[*history, *texts.pop()]], [OUTPUT_TOKENS])
+            histories[number] = [*answer.prompt, *answer.tokens]
+            answers.append(answer)
+    return answers
+
+
 @MODELS
 def test_lost_worker_and_scheduler(model: str, tmp_path: Path) -> None:
     """After `kill -9` of the worker and then of the scheduler, all streams continue with the reference's tokens."""

@@ -68,7 +68,7 @@ def test_windows_count_with_their_newest_tokens(tmp_path: Path, capsys: pytest.C
     flags = ("--context=64,4096", "--output=8")
     freed = predicted_memory(tmp_path, folder, *flags)
     kept = predicted_memory(tmp_path, folder, *flags, "--host-cache=1MiB", "--disk-cache-bytes=8MiB")
-    swapping = predicted_memory(tmp_path, folder, *flags, "--host-cache=1MiB")
+    on_host = predicted_memory(tmp_path, folder, *flags, "--host-cache=1MiB")
 
     engine = make_engine(folder, kv_cache_memory="6MiB")
     assert freed["per_card"]["num_blocks"] == engine.limits.num_blocks
@@ -79,14 +79,16 @@ def test_windows_count_with_their_newest_tokens(tmp_path: Path, capsys: pytest.C
     assert freed["kv_by_kind"]["window"]["tokens"] == 64
     assert {each["bytes_per_token"] for each in freed["kv_by_kind"].values()} == {per_token // 2}
     assert set(kept["kv_by_kind"]) == {"full"}
-    assert swapping == freed
+    num_host_tokens = on_host.pop("host_cache_tokens")
+    assert num_host_tokens == (1 << 20) // (2 * on_host["bytes_per_block"]) * 16
+    assert on_host.items() <= freed.items()
     assert [row["blocks_per_request"] for row in freed["lengths"]] == [8, 256 + period]
     assert [row["kv_bytes_per_request"] for row in kept["lengths"]] == [64 * per_token, 4096 * per_token]
 
     page = [f"--model={folder}", "--kv-cache-memory=64MiB", *flags]
     for others, line in (
         ((), "layers keep the newest 64 tokens"),
-        (("--host-cache=1MiB",), "holds the KV of preempted requests only"),
+        (("--host-cache=1MiB",), f"holds cached prefixes of at least {num_host_tokens:,} tokens more"),
         (("--host-cache=1MiB", "--disk-cache-bytes=8MiB"), "not freed with --disk-cache-bytes"),
         (("--speculation=draft",), "not freed with a draft model"),
     ):

@@ -97,8 +97,9 @@ class Eligibility(Promise):
                 available += len(row.blocks) - row.num_given // size
                 continue
             longest = _blocks(min(stream.longest, epoch.context) - 1, size)
-            promised += longest + _most_window_blocks(epoch, longest)
-            growth += max(0, longest - len(row.blocks))
+            in_windows = _most_window_blocks(epoch, longest)
+            promised += longest + in_windows
+            growth += max(0, longest - len(row.blocks)) + max(0, in_windows - row.num_window_blocks)
         return Memory(available, growth if epoch.in_flight else 0, promised, stats.blocks_total)
 
     def obstacle(

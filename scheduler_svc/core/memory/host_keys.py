@@ -2,7 +2,7 @@
 
 The key of a block identifies all tokens up to its end, so a block can be found although the blocks before it are not in
 host memory. Usually these are on the device: the end of a sequence moves to the host first. One lookup per block finds
-the continuation of a prefix that the device has.
+the continuation of a prefix that the device has. Window blocks have longer keys, see `window_blocks`.
 """
 
 from collections.abc import Sequence
@@ -45,6 +45,8 @@ class HostKeys:
         """Host blocks that were copied back, so that the device has their content too."""
         self.returned = np.zeros(num_blocks, np.bool_)
         """Host blocks that were copied back at least once."""
+        self.num_window_blocks = 0
+        """Number of window blocks in the table."""
         self.num_in_vain = 0
         """Number of blocks that were removed from all tiers below the device before they were copied back."""
 
@@ -81,6 +83,7 @@ class HostKeys:
             self._blocks[key] = block
             self._keys[block] = key
             self._roots[block] = root
+            self.num_window_blocks += len(key) > KEY_BYTES
             if is_first:
                 self._firsts.add(block)
                 if self._directory is not None:
@@ -96,6 +99,7 @@ class HostKeys:
         for block, has_returned in zip(gone.tolist(), returned, strict=True):
             key = self._keys.pop(block)
             del self._blocks[key], self._roots[block]
+            self.num_window_blocks -= len(key) > KEY_BYTES
             self.num_in_vain += not has_returned and (self.other is None or key not in self.other._blocks)
             if block in self._firsts:
                 self._firsts.remove(block)
@@ -117,3 +121,4 @@ class HostKeys:
         assert sorted(self._keys) == np.flatnonzero(self.holds).tolist()
         assert self._firsts <= self._keys.keys()
         assert self.holds[self.twins].all()
+        assert self.num_window_blocks == sum(len(key) > KEY_BYTES for key in self._blocks)

@@ -24,7 +24,7 @@ from scheduler_svc.core.memory.partial_blocks import PartialBlocks, PartialMatch
 from scheduler_svc.core.memory.prefix_directory import PrefixDirectory
 from scheduler_svc.core.memory.state_checkpoints import StateCheckpoints
 from scheduler_svc.core.memory.token_facts import TokenFacts
-from scheduler_svc.core.memory.window_blocks import WindowBlocks
+from scheduler_svc.core.memory.window_blocks import WindowBlocks, window_key
 from shared.frames import TOKEN_BYTES
 from shared.prefix_keys import KEY_BYTES, BlockKey
 
@@ -32,6 +32,8 @@ _RUN = 1 << 32
 """Upper bound on the number of blocks in a run."""
 _ROOT = 0
 """Number of the root node, which is its own parent."""
+_NO_TABLE = -1
+"""In place of a window block's table: a full block."""
 
 
 class _Node:
@@ -133,22 +135,36 @@ class PrefixCache:
     def entries(self, blocks: IndexArray) -> list[tuple[int, BlockEntry]]:
         """Return the entries for the blocks that can move to another tier, with the blocks.
 
-        Tails, doubted blocks and window blocks cannot.
+        Tails of partial blocks and doubted blocks cannot. Of the window blocks, only the last ones of a run can.
         """
         found = []
-        if self._windows is not None:
-            blocks = blocks[~self._windows.is_attached(blocks)]
+        first_needed: dict[int, int] = {}
         for block in blocks.tolist():
-            if not self.holds.item(block) or self.doubted.item(block):
+            if not self.holds.item(block):
                 continue
-            if self.partial is not None and self.partial.tails.item(block):
+            full, table = (block, _NO_TABLE) if self._windows is None else self._windows.owner(block)
+            if full < 0:
+                full, table = block, _NO_TABLE
+            if self.doubted.item(full) or (self.partial is not None and self.partial.tails.item(full)):
                 continue
-            number, offset = divmod(self._places.item(block), _RUN)
+            number, offset = divmod(self._places.item(full), _RUN)
             node = self._nodes[number]
             assert node is not None
             key = node.keys[KEY_BYTES * offset : KEY_BYTES * (offset + 1)]
-            found.append((block, BlockEntry(key, node.root, not offset and node.parent == _ROOT)))
+            if table == _NO_TABLE:
+                found.append((block, BlockEntry(key, node.root, not offset and node.parent == _ROOT)))
+                continue
+            assert self._windows is not None
+            if number not in first_needed:
+                first_needed[number] = self._windows.first_needed(node.blocks)
+            if offset >= first_needed[number]:
+                found.append((block, BlockEntry(window_key(key, table), node.root, False)))
         return found
+
+    def restore_windows(self, full: IndexArray, tables: IndexArray, blocks: IndexArray) -> None:
+        """Attach window blocks that are copied from host memory; see `WindowBlocks.restore`."""
+        assert self._windows is not None
+        self.holds[self._windows.restore(full, tables, blocks)] = True
 
     def publish(self, keys: bytes, blocks: IndexArray, tokens: bytes = b"", root: BlockKey = b"") -> None:
         """Make a chain of blocks shareable, except where other blocks already have the keys.

@@ -8,8 +8,9 @@
 
 Cached blocks use only the memory that preempted requests do not need, and the least recently used ones are evicted.
 If the worker has a disk, they are also written to disk (`disk_space`). Like device blocks, host blocks are reused only
-after the results of all steps that use them have arrived. If the model has recurrent state or windows, only preempted
-requests use this memory. Each needs a place for its state (`host_states`), or blocks for its window.
+after the results of all steps that use them have arrived. With recurrent state, only preempted requests use this
+memory, and each needs a place for its state (`host_states`). With windows, each preempted request needs blocks for its
+window, and cached window blocks move like other cached blocks (`window_blocks`).
 """
 
 from collections.abc import Sequence
@@ -25,6 +26,8 @@ from scheduler_svc.core.memory.host_keys import BlockEntry, HostKeys
 from scheduler_svc.core.memory.host_pool import HostPool
 from scheduler_svc.core.memory.host_states import HostStates
 from scheduler_svc.core.memory.prefix_directory import PrefixDirectory
+from scheduler_svc.core.memory.window_blocks import window_key
+from shared.prefix_keys import KEY_BYTES
 
 SHARE = 0.25
 """Copies of cached blocks to the host that delay steps take at most this share of their time, on average."""
@@ -134,6 +137,21 @@ class SwapSpace:
     def match(self, keys: bytes, start: int) -> IndexArray:
         """Return the host blocks that continue a sequence after its first `start` blocks; `keys`: its joined keys."""
         return self.keys.match(keys, start) if self.keys else NO_INDICES
+
+    def windows(self, keys: bytes, positions: IndexArray, tables: IndexArray) -> IndexArray:
+        """Return the host blocks of window blocks, which are here.
+
+        Args:
+            keys: the joined keys of a sequence.
+            positions: the position of each window block in the sequence.
+            tables: the table of each window block.
+        """
+        found = []
+        for position, table in zip(positions.tolist(), tables.tolist(), strict=True):
+            host_block = self.keys.get(window_key(keys[KEY_BYTES * position : KEY_BYTES * (position + 1)], table))
+            assert host_block is not None, "a window block is not in host memory"
+            found.append(host_block)
+        return np.array(found, np.intp)
 
     def store(
         self, blocks: IndexArray, entries: Sequence[BlockEntry], *, last_step: int, answered_step: int

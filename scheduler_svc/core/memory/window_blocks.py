@@ -18,8 +18,13 @@ becomes cached content, attached to the full blocks with the same tokens. There 
 at the place where a prompt diverges from cached blocks (a *fork*), and where a row leaves. Attached blocks are shared,
 evicted and reused like full blocks, and are lost with the full block that they are attached to.
 
-Invariants: a block is attached to at most one full block, with all blocks of its position. Rows write only blocks that
-are neither shared nor attached before they leave the window for good.
+Each attached block can move to host memory on its own, under the key of its full block and its table (`window_key`). A
+tail is complete if each of its blocks is on the device or in host memory. What host memory has of a tail is copied to
+new blocks, which are attached before the request starts. Of the tails in a run of tokens without a fork, only the last
+one moves, because requests that follow the run continue after that one.
+
+Invariants: a block is attached to at most one full block. Rows write only blocks that are neither shared nor attached
+before they leave the window for good.
 """
 
 from dataclasses import dataclass
@@ -30,15 +35,22 @@ import numpy as np
 from scheduler_svc.core.interface.arrays import NO_INDICES, BoolArray, IndexArray, all_of
 from scheduler_svc.core.interface.plan import WindowTables
 from scheduler_svc.core.memory.boundaries import Boundaries
+from scheduler_svc.core.memory.host_keys import HostKeys
+from shared.prefix_keys import KEY_BYTES, BlockKey
 
 _NONE = -1
+
+
+def window_key(key: BlockKey, table: int) -> BlockKey:
+    """Return the key in host memory of a window block that is attached to the full block with `key`."""
+    return key + bytes((table,))
 
 
 class WindowRoom(NamedTuple):
     """The window blocks of a request that is about to be admitted."""
 
     tail: IndexArray
-    """Blocks of the cached prefix, `[positions, tables]`."""
+    """Blocks of the cached prefix, `[positions, tables]`; negative where they must first be copied from host memory."""
     num_new: int
     """Number of further blocks to take for its present tokens."""
     most_new: int
@@ -124,6 +136,8 @@ class WindowBlocks(Boundaries):
         """By full block: the window blocks with the same tokens."""
         self._owner = np.full(num_blocks, _NONE, np.intp)
         """By attached window block: the full block."""
+        self._table = np.zeros(num_blocks, np.intp)
+        """By attached window block: its table."""
         self._rows: dict[int, _Row] = {}
         self._growing: dict[int, int] = {}
         """By row: the position from which on it takes no further blocks. Rows that have reached it are absent."""
@@ -135,13 +149,59 @@ class WindowBlocks(Boundaries):
         if not self.tail or not len(blocks):
             return len(blocks)
         places = np.arange(len(blocks))
-        missing = self._attached[blocks, 0] == _NONE
+        missing = (self._attached[blocks] == _NONE).any(axis=1)
         run = places - np.maximum.accumulate(np.where(missing, places, -1))
         found = np.flatnonzero(run >= np.minimum(places + 1, self.tail))
         return int(found[-1]) + 1 if len(found) else 0
 
+    def reach_with_host(self, blocks: IndexArray, keys: bytes, num_known: int, host: HostKeys) -> int:
+        """Like `reach`, for a prefix of which host memory has a part.
+
+        Args:
+            blocks: its leading blocks that are on the device.
+            keys: its joined keys.
+            num_known: number of its blocks that are on the device or in host memory.
+            host: keys of the blocks in host memory.
+        """
+        if not self.tail:
+            return num_known
+        on_device = (self._attached[blocks] != _NONE).tolist()
+        end, length = 0, 0
+        for position in range(num_known - 1, -1, -1):
+            has = on_device[position] if position < len(blocks) else [False] * self.num_tables
+            key = keys[KEY_BYTES * position : KEY_BYTES * (position + 1)]
+            if not all(each or host.get(window_key(key, table)) is not None for table, each in enumerate(has)):
+                length = 0
+                continue
+            end = position + 1 if not length else end
+            length += 1
+            if length == min(end, self.tail):
+                return end
+        return 0
+
+    def missing(self, blocks: IndexArray, num_blocks: int) -> IndexArray:
+        """Return what the device lacks of the tail before the end of a prefix, as `[number, (position, table)]`.
+
+        Args:
+            blocks: the leading blocks of the prefix that are on the device.
+            num_blocks: number of its blocks.
+        """
+        first = max(0, num_blocks - self.tail)
+        lacks = np.ones((num_blocks - first, self.num_tables), np.bool_)
+        present = blocks[first:num_blocks]
+        lacks[: len(present)] = self._attached[present] == _NONE
+        positions, tables = np.nonzero(lacks)
+        return np.stack((first + positions, tables), axis=1)
+
+    def present_tail(self, blocks: IndexArray, num_blocks: int) -> IndexArray:
+        """Return the window blocks that the device has of the tail before the end of a prefix, see `missing`."""
+        return self.attached_to(blocks[max(0, num_blocks - self.tail) :])
+
     def tail_of(self, blocks: IndexArray) -> IndexArray:
-        """Return the window blocks `[positions, tables]` that a request needs to continue after cached blocks."""
+        """Return the window blocks `[positions, tables]` that a request needs to continue after cached blocks.
+
+        Blocks that the device lacks are negative.
+        """
         found: IndexArray = self._attached[blocks[max(0, len(blocks) - self.tail) :]]
         return found
 
@@ -304,19 +364,35 @@ class WindowBlocks(Boundaries):
         if last_written is not None and (first < own.released or last_written - first >= self.period):
             return NO_INDICES
         full, tail = blocks[first:], own.table[self._places(own, np.arange(first, num_blocks))]
-        is_new = (self._attached[full, 0] == _NONE) & (self._owner[tail[:, 0]] == _NONE)
-        full, tail = full[is_new], tail[is_new]
-        self._attached[full] = tail
-        self._owner[tail] = full[:, None]
-        attached: IndexArray = tail.ravel()
+        is_new = (self._attached[full] == _NONE) & (self._owner[tail] == _NONE)
+        positions, tables = np.nonzero(is_new)
+        attached = self.restore(full[positions], tables, tail[is_new])
         own.attached = np.concatenate((own.attached, attached))
         return attached
+
+    def restore(self, full: IndexArray, tables: IndexArray, blocks: IndexArray) -> IndexArray:
+        """Attach window blocks to full blocks that lack them, and return the window blocks.
+
+        Args:
+            full: the full block of each window block.
+            tables: the table of each window block.
+            blocks: the window blocks.
+        """
+        self._attached[full, tables] = blocks
+        self._owner[blocks] = full
+        self._table[blocks] = tables
+        return blocks
 
     def _places(self, own: _Row, positions: IndexArray) -> IndexArray:
         """Return the indices of positions in a row's table."""
         places, length = positions - own.first, len(own.table)
         found: IndexArray = np.where(places < length, places, length - self.period + (places - length) % self.period)
         return found
+
+    @property
+    def num_attached(self) -> int:
+        """Number of attached window blocks."""
+        return int(np.count_nonzero(self._owner != _NONE))
 
     @property
     def num_held(self) -> int:
@@ -348,26 +424,42 @@ class WindowBlocks(Boundaries):
         attached: BoolArray = self._owner[blocks] != _NONE
         return attached
 
-    def detach(self, blocks: IndexArray) -> IndexArray:
-        """Detach window blocks, with all blocks of their positions; return those that were attached."""
-        owners = self._owner[blocks]
-        return self.forget(np.unique(owners[owners != _NONE]))
+    def owner(self, block: int) -> tuple[int, int]:
+        """Return the full block that a window block is attached to, and its table."""
+        return self._owner.item(block), self._table.item(block)
 
-    def forget(self, blocks: IndexArray) -> IndexArray:
-        """Detach the window blocks of full blocks that left the cache, and return them."""
+    def attached_to(self, blocks: IndexArray) -> IndexArray:
+        """Return the window blocks that are attached to full blocks."""
         tails = self._attached[blocks]
-        with_tail = tails[:, 0] != _NONE
-        gone: IndexArray = tails[with_tail].ravel()
-        self._attached[blocks[with_tail]] = _NONE
+        found: IndexArray = tails[tails != _NONE]
+        return found
+
+    def first_needed(self, run: IndexArray) -> int:
+        """Return the first index of cached blocks without a fork from which on their window blocks are worth moving.
+
+        A request that continues after an earlier tail of the run would have to diverge from it.
+        """
+        end = self.reach(run)
+        return max(0, end - self.tail)
+
+    def detach(self, blocks: IndexArray) -> IndexArray:
+        """Detach window blocks, and return those that were attached."""
+        gone: IndexArray = blocks[self._owner[blocks] != _NONE]
+        self._attached[self._owner[gone], self._table[gone]] = _NONE
         self._owner[gone] = _NONE
         return gone
 
+    def forget(self, blocks: IndexArray) -> IndexArray:
+        """Detach the window blocks of full blocks that left the cache, and return them."""
+        return self.detach(self.attached_to(blocks))
+
     def validate(self) -> None:
         """Check that both directions of the table agree, and that no row has a block twice."""
-        full = np.flatnonzero(self._attached[:, 0] != _NONE)
-        assert all_of(self._owner[self._attached[full]] == full[:, None])
-        assert np.count_nonzero(self._owner != _NONE) == self.num_tables * len(full)
-        assert np.count_nonzero(self._attached != _NONE) == self.num_tables * len(full)
+        full, tables = np.nonzero(self._attached != _NONE)
+        attached = self._attached[full, tables]
+        assert all_of(self._owner[attached] == full)
+        assert all_of(self._table[attached] == tables)
+        assert np.count_nonzero(self._owner != _NONE) == len(full)
         for row in self._rows:
             held = self.held(row)
             assert len(np.unique(held)) == len(held), "a row has a window block twice"

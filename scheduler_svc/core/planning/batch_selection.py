@@ -433,10 +433,8 @@ class Admission:
             self._backlog.hold_for_prefix(request, worker, match.next_key)
             self._num_looked_past += 1
             return None
-        room = find_room(worker, request, match)
+        room = self._found_room(request, match)
         if room is None:
-            request.waits_for(WaitReason.MEMORY, self._now)
-            self._overtakable.append(request)
             return None
         if self._placement is not None and request.wait.num_assigned < MAX_ASSIGNED and not self._is_assigned:
             other = self._placement.better_than(worker, self._load, request, worker.num_cached(match))
@@ -444,7 +442,8 @@ class Admission:
                 self._assign(request, other)
                 self._num_looked_past += 1
                 return None
-        return self._restored(request, match, room) if len(match.host) and self._copies is not None else room
+        needs_copies = len(match.host) or len(match.host_tail)
+        return self._restored(request, match, room) if needs_copies and self._copies is not None else room
 
     def _assign(self, request: Request, other: Worker) -> None:
         # Counted here, because the other worker's plan admits the request first and may not look at those before it.
@@ -460,8 +459,20 @@ class Admission:
             self._looked_past.append(request)
             self._is_copying = True
             return None
+        if on_device.num_blocks < match.num_blocks:
+            return self._found_room(request, on_device)  # Computing the rest is faster than copying it.
         num_copied = len(on_device.blocks) - len(match.blocks)
-        return Room(on_device.blocks, room.num_new - num_copied)
+        window = None
+        if room.window is not None and self._worker.windows is not None:
+            window = room.window._replace(tail=self._worker.windows.tail_of(on_device.blocks))
+        return Room(on_device.blocks, room.num_new - num_copied, window=window)
+
+    def _found_room(self, request: Request, match: Match) -> Room | None:
+        room = find_room(self._worker, request, match)
+        if room is None:
+            request.waits_for(WaitReason.MEMORY, self._now)
+            self._overtakable.append(request)
+        return room
 
     def _look_for_suspects(self) -> None:
         """Schedule a trial if a suspect request fits now, so that the next plan contains it alone.

@@ -11,6 +11,8 @@ become shareable with this plan. A long prefix is copied by several plans.
   with the last of these plans.
 * If copies overlap with steps, they take as long as a step. The request starts with the plan after them, so that no
   step waits for them.
+
+Window blocks move like other cached blocks. On the way back, those of the tail follow the blocks of the whole prefix.
 """
 
 from math import ceil
@@ -55,7 +57,7 @@ class HostCopies:
     def _affordable(self) -> int:
         """Return how many blocks the plan may copy to the host."""
         worker, space = self._worker, self._worker.swap
-        space.pays = worker.costs.moves(worker.rows.block_size, space.return_chance)
+        space.pays = worker.costs.moves(worker.tokens_per_cached_block, space.return_chance)
         space.overlaps = worker.costs.copies_overlap
         if not space.pays:
             return 0
@@ -72,51 +74,66 @@ class HostCopies:
         Returns:
             The parts of the request's KV on the device. None if the request must wait for a later plan.
         """
-        worker, host = self._worker, match.host
-        size, pool, first = worker.rows.block_size, worker.pool, len(match.blocks)
-        cost = chunk_cost(len(host) * size, first * size, worker.model.break_even_context)
-        if not worker.costs.restores(len(host), cost):
-            return match._replace(host=NO_INDICES)
+        worker, pool, windows = self._worker, self._worker.pool, self._worker.windows
+        size, num_copies = worker.rows.block_size, len(match.host) + len(match.host_tail)
+        num_usable = len(match.blocks) if windows is None else windows.reach(match.blocks)
+        cost = chunk_cost((match.num_blocks - num_usable) * size, num_usable * size, worker.model.break_even_context)
+        if not worker.costs.restores(num_copies, cost):
+            return match._replace(blocks=match.blocks[:num_usable], host=NO_INDICES, host_tail=NO_INDICES)
         overlaps = worker.costs.copies_overlap
-        host = self._take_time(host) if overlaps else self._take_budget(host)
-        if not len(host):
+        num_now = self._take_time(num_copies) if overlaps else self._take_budget(num_copies)
+        if not num_now:
             return None
+        keys, host = worker.shareable_keys(request), match.host[:num_now]
+        host_tail = match.host_tail[: num_now - len(host)]
+        tail = NO_INDICES if windows is None else windows.present_tail(match.blocks, match.num_blocks)
         pool.share(match.blocks)
-        blocks = np.concatenate((match.blocks, pool.take(len(host))))
+        pool.share(tail)
+        taken = pool.take(num_now)
+        blocks, in_windows = np.concatenate((match.blocks, taken[: len(host)])), taken[len(host) :]
         text = b"" if pool.cache.partial is None else request.tokens[: len(blocks) * size].tobytes()
-        keys = worker.shareable_keys(request)[: KEY_BYTES * len(blocks)]
-        pool.cache.publish(keys, blocks, text, worker.root_key(request))
+        pool.cache.publish(keys[: KEY_BYTES * len(blocks)], blocks, text, worker.root_key(request))
         step, answered = worker.last_step + 1, worker.answered_step
+        if len(host):
+            self.ins.append(worker.swap.load(host, taken[: len(host)], last_step=step, answered_step=answered))
+            request.restored_tokens += len(host) * size
+        if windows is not None and len(host_tail):
+            positions, tables = host_tail.T
+            pool.cache.restore_windows(blocks[positions], tables, in_windows)
+            found = worker.swap.windows(keys, positions, tables)
+            self.ins.append(worker.swap.load(found, in_windows, last_step=step, answered_step=answered))
+            num_behind = match.num_blocks - int(positions[0])
+            request.restored_tokens = max(request.restored_tokens, num_behind * size)
+        # The window blocks first, so that they are evicted before the blocks that they are attached to.
+        pool.release(np.concatenate((tail, in_windows)), last_step=step, answered_step=answered)
         pool.release(blocks, last_step=step, answered_step=answered)
-        self.ins.append(worker.swap.load(host, blocks[first:], last_step=step, answered_step=answered))
-        request.restored_tokens += len(host) * size
-        if overlaps or len(host) < len(match.host):
+        if overlaps or num_now < num_copies:
             return None
-        return match._replace(blocks=blocks, host=NO_INDICES)
+        return match._replace(blocks=blocks, host=NO_INDICES, host_tail=NO_INDICES)
 
-    def _take_budget(self, host: IndexArray) -> IndexArray:
-        """Return the first host blocks, as many as the step's budget allows, and take their cost from the budget."""
+    def _take_budget(self, num_blocks: int) -> int:
+        """Return how many of these copies the step's budget allows, and take their cost from the budget."""
         worker = self._worker
         block_cost = worker.costs.block_copy_tokens
         if self._budget is None:
             self._budget = self._chunks.budget // 2 if worker.prefilling else self._chunks.budget
-        host = host[: max(1, int(self._budget / block_cost)) if block_cost else _UNKNOWN]
-        cost = ceil(len(host) * block_cost)
+        num_now = min(num_blocks, max(1, int(self._budget / block_cost)) if block_cost else _UNKNOWN)
+        cost = ceil(num_now * block_cost)
         self._budget = max(0, self._budget - cost)
         self._chunks.limit(max(1, self._chunks.budget - cost))
-        return host
+        return num_now
 
-    def _take_time(self, host: IndexArray) -> IndexArray:
-        """Return the first host blocks, as many as can be copied during the step, and take their time."""
+    def _take_time(self, num_blocks: int) -> int:
+        """Return how many of these copies can be made during the step, and take their time."""
         worker = self._worker
         block_s = worker.costs.block_copy_s
         if self._left_s is None:
             self._left_s = max(block_s, worker.swap.planned_s)
             if not worker.rows.num_running:
                 self._left_s = max(self._left_s, _ALONE_S)
-        host = host[: int(self._left_s / block_s)]
-        self._left_s -= len(host) * block_s
-        return host
+        num_now = min(num_blocks, int(self._left_s / block_s))
+        self._left_s -= num_now * block_s
+        return num_now
 
     def cancel(self) -> None:
         """Discard the budget, because no plan is made."""

@@ -15,7 +15,7 @@ result together, in one pass over the rows and their blocks:
 * A failed request that has shared blocks which are neither sound nor invalid is recomputed without sharing.
 * A failed request that began with a checkpoint of recurrent state, or with window blocks of another request, is
   recomputed without sharing, because sound blocks do not prove them. The checkpoint is dropped, and so are all window
-  blocks that a failed request has read or written.
+  blocks that a failed request has read or written, and those with the same tokens.
 * Any other failed request has failed because of its own KV, and ends. The checkpoints that a failed request has saved
   are dropped.
 
@@ -145,11 +145,19 @@ def distrust_states(checkpoints: StateCheckpoints, failed: Sequence[FailedReques
 
 
 def distrust_windows(worker: Worker, failed: Sequence[FailedRequest]) -> None:
-    """Drop the cached window blocks that rows with non-finite logits have read or written."""
+    """Drop the window blocks of the sequences whose rows had non-finite logits, and all cached blocks in host memory.
+
+    A sequence's window blocks may have moved to host memory and back since the row has read or written them.
+    """
     assert worker.windows is not None
-    parts = [each.window_blocks for each in failed if each.failure.kind is FailureKind.NOT_FINITE]
-    blocks = np.unique(np.concatenate((NO_INDICES, *parts)))
+    nonfinite = [each for each in failed if each.failure.kind is FailureKind.NOT_FINITE]
+    if not nonfinite:
+        return
+    parts = [each.window_blocks for each in nonfinite]
+    parts += [worker.windows.attached_to(worker.cached_blocks(each.request)) for each in nonfinite]
+    blocks = np.unique(np.concatenate(parts))
     worker.pool.distrust(blocks[worker.windows.is_attached(blocks)])
+    worker.swap.drop_cached()
 
 
 def _without(blocks: IndexArray, excluded: BoolArray) -> IndexArray:

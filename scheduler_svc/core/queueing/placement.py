@@ -99,24 +99,26 @@ def _find_windowed_room(
     """
     windows = worker.windows
     assert windows is not None
-    tail = windows.tail_of(match.blocks)
-    num_available -= worker.pool.count_idle(tail.ravel())
+    tail = windows.present_tail(match.blocks, match.num_blocks)
+    num_available -= worker.pool.count_idle(tail)
+    num_copied = len(match.host_tail)
+    num_tail = len(tail) + num_copied
     num_present = len(match.blocks) + num_new
     longest = max(worst_blocks, num_present)
-    first = len(match.blocks) if match.swapped is None else windows.first_visible(match.swapped.num_tokens)
+    first = match.num_blocks if match.swapped is None else windows.first_visible(match.swapped.num_tokens)
     boundaries = worker.boundaries(request, match)
     for kept in (boundaries, ()) if boundaries else ((),):
         num_taken = windows.num_taken(first, num_present, kept)
         most_taken = windows.num_taken(first, longest, kept)
-        if kept and longest + tail.size + most_taken > worker.pool.num_blocks:
+        if kept and longest + num_tail + most_taken > worker.pool.num_blocks:
             continue
         if worker.capacity.admits(
             worker.rows,
-            num_new=num_new + num_taken,
-            worst_blocks=worst_blocks + tail.size + most_taken,
+            num_new=num_new + num_copied + num_taken,
+            worst_blocks=worst_blocks + num_tail + most_taken,
             num_available=num_available,
         ):
-            window = WindowRoom(tail, num_taken, most_taken, kept, first)
+            window = WindowRoom(windows.tail_of(match.blocks), num_taken, most_taken, kept, first)
             return Room(match.blocks, num_new, swapped=match.swapped, window=window)
     return None
 

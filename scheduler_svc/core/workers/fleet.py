@@ -201,8 +201,8 @@ class Fleet:
             shares_prefixes=shares_prefixes,
             swap=SwapSpace(
                 hello.num_host_blocks if swaps else 0,
-                num_disk_blocks=hello.num_disk_blocks,
-                caches=shares_prefixes and not is_recurrent and windows is None,
+                num_disk_blocks=hello.num_disk_blocks if windows is None else 0,
+                caches=shares_prefixes and not is_recurrent,
                 directory=self.directory,
                 epoch=self._next_epoch,
                 states=HostStates(hello.num_checkpoints, hello.num_host_states) if is_recurrent else None,

@@ -137,6 +137,13 @@ class Match(NamedTuple):
     """
     num_known: int = 0
     """With windows: number of cached blocks, including those after the last boundary."""
+    host_tail: IndexArray = NO_INDICES
+    """With windows: what is only in host memory of the tail before the end, as `[number, (position, table)]`."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks on the device and in host memory that the request can share."""
+        return len(self.blocks) + len(self.host)
 
 
 @dataclass(slots=True)
@@ -396,7 +403,7 @@ class Worker:
         if match.swapped is not None:
             return match.swapped.num_tokens
         num_partial = match.partial.num_tokens if match.partial is not None else 0
-        num_blocks = len(match.blocks) + len(match.host)
+        num_blocks = match.num_blocks
         if len(match.on_disk):
             num_blocks += self._num_readable(match.on_disk, num_blocks)
         return num_blocks * self.rows.block_size + num_partial
@@ -427,7 +434,7 @@ class Worker:
         disk, size = self.swap.disk, self.rows.block_size
         if disk is None or not disk.is_ready or not len(match.on_disk) or request.num_loads >= _MAX_LOADS:
             return
-        num_before, num_blocks = len(match.blocks) + len(match.host), len(match.on_disk)
+        num_before, num_blocks = match.num_blocks, len(match.on_disk)
         cost = chunk_cost(num_blocks * size, num_before * size, self.model.break_even_context)
         cost += self.prefill_backlog() + max(0, num_competing - num_blocks * size)
         pays = self.costs.may_read(num_blocks + disk.num_reading, cost)
@@ -470,9 +477,7 @@ class Worker:
             blocks = blocks[: self.checkpoints.reach(blocks)]
             return Match(blocks, next_key=self.checkpoints.awaited(keys, len(blocks)))
         if self.windows is not None:
-            num_known = len(blocks)
-            blocks = blocks[: self.windows.reach(blocks)]
-            return Match(blocks, next_key=self.windows.awaited(keys, len(blocks)), num_known=num_known)
+            return self._match_windowed(self.windows, keys, blocks, host_space)
         host = NO_INDICES if host_space is None else host_space.match(keys, len(blocks))
         num_found = len(blocks) + len(host)
         next_key = keys[KEY_BYTES * num_found : KEY_BYTES * (num_found + 1)]
@@ -488,6 +493,30 @@ class Worker:
         partial = cache.match_partial(self.root_key(request), keys, len(blocks), text)
         return Match(blocks, partial, next_key=next_key)
 
+    @staticmethod
+    def _match_windowed(windows: WindowBlocks, keys: bytes, blocks: IndexArray, host_space: SwapSpace | None) -> Match:
+        """Return the prefix before the last boundary whose tail is on the device or in host memory.
+
+        Args:
+            windows: the window blocks.
+            keys: the joined keys that the request can share.
+            blocks: the cached blocks on the device.
+            host_space: the host memory to search; None to search only the device.
+        """
+        if host_space is None or not host_space.keys:
+            num_known, reach = len(blocks), windows.reach(blocks)
+            return Match(blocks[:reach], next_key=windows.awaited(keys, reach), num_known=num_known)
+        host = host_space.match(keys, len(blocks))
+        num_known = len(blocks) + len(host)
+        reach = windows.reach_with_host(blocks, keys, num_known, host_space.keys)
+        return Match(
+            blocks[:reach],
+            host=host[: max(0, reach - len(blocks))],
+            next_key=windows.awaited(keys, reach),
+            num_known=num_known,
+            host_tail=windows.missing(blocks, reach),
+        )
+
     def num_unusable_tokens(self, request: Request, num_computed: int) -> int:
         """Return how many cached tokens after the first `num_computed` a request computes again.
 
@@ -495,8 +524,10 @@ class Worker:
         """
         if not self.has_boundaries:
             return 0
-        num_known = self.pool.cache.count(self.shareable_keys(request)) * self.rows.block_size
-        return max(0, num_known - num_computed)
+        keys = self.shareable_keys(request)
+        num_known = self.pool.cache.count(keys)
+        num_known += len(self.swap.match(keys, num_known))
+        return max(0, num_known * self.rows.block_size - num_computed)
 
     def adopt(self, sequences: tuple[RetainedSequence, ...]) -> None:
         """Cache the sequences whose KV the worker has retained. No block of a new worker is in use.
@@ -577,7 +608,7 @@ class Worker:
         if self.windows is None or not self.shares_prefixes or request.computes_whole_prompt or is_swapped:
             return ()
         end = (len(request.tokens) - 1) // self.rows.block_size
-        return tuple(sorted({count for count in (match.num_known, end) if count > len(match.blocks)}))
+        return tuple(sorted({count for count in (match.num_known, end) if count > match.num_blocks}))
 
     def want_boundaries(self, row: int, boundaries: tuple[int, ...]) -> None:
         """Set the boundaries of a row in prefill, so that other requests wait for them."""
@@ -624,6 +655,19 @@ class Worker:
             num_blocks += num_new
         self.capacity.grew(num_blocks)
         return blocks, windowed
+
+    @property
+    def tokens_per_cached_block(self) -> int:
+        """Average number of tokens that need no computation per cached block, at least 1.
+
+        A prefix has window blocks besides its full blocks.
+        """
+        windows, size = self.windows, self.rows.block_size
+        if windows is None:
+            return size
+        num_cached = int(np.count_nonzero(self.pool.cache.holds)) + len(self.swap.keys)
+        num_full = num_cached - windows.num_attached - self.swap.keys.num_window_blocks
+        return max(1, size * num_full // max(1, num_cached))
 
     def shared_blocks(self, match: Match) -> IndexArray:
         """Return the cached blocks on the device that a request with this match shares, of all KV groups."""
@@ -677,6 +721,10 @@ class Worker:
             checkpoints.discard(row)
         else:
             checkpoints.publish(row, block)
+
+    def cached_blocks(self, request: Request) -> IndexArray:
+        """Return the cached blocks on the device with the request's first tokens."""
+        return self.pool.cache.match(self._keys(request))
 
     def cached_block(self, request: Request, num_blocks: int) -> int | None:
         """Return the last of a request's first `num_blocks` blocks in the cache; None if one of them is not cached."""

@@ -1,0 +1,237 @@
+"""Promises for cached prefixes of models with sliding windows in host memory: they return with the window they need."""
+
+import numpy as np
+import pytest
+
+from records.rules.model_worker import ModelWorker
+from records.rules.oracle import expected_output
+from scheduler_svc.core.interface import events as ev
+from scheduler_svc.core.interface.arrays import NO_INDICES
+from scheduler_svc.core.interface.plan import Plan
+from scheduler_svc.core.memory.host_keys import BlockEntry, HostKeys
+from scheduler_svc.core.memory.prefix_cache import PrefixCache
+from scheduler_svc.core.memory.window_blocks import WindowBlocks, WindowRoom, WindowSizes, window_key
+from scheduler_svc.core.planning import host_copies
+from shared.prefix_keys import KEY_BYTES
+from tests.scheduler_svc.cluster import FRONTEND, Cluster
+
+SIZES = WindowSizes(block_size=4, window=9, num_tables=2, max_step=8)
+NUM_PROMPT = 80
+TAIL = 2 * SIZES.tail
+"""Window blocks in a tail."""
+
+
+def _cluster(*, num_host_blocks: int = 800, copy_s: float = 1e-9, copies_overlap: bool = False) -> Cluster:
+    """Return a cluster whose device holds few prefixes of 80 tokens: 20 full blocks and 4 window blocks or more."""
+    cluster = Cluster(max_num_seqs=4, max_num_batched_tokens=16)
+    cluster.join(
+        ModelWorker(
+            b"w/1", 90, 4, 4, num_host_blocks=num_host_blocks, copy_s=copy_s, copies_overlap=copies_overlap,
+            num_kv_groups=3, window=SIZES.window, window_chunk=SIZES.max_step,
+        )
+    )  # fmt: skip
+    return cluster
+
+
+def _prompt(session: int) -> list[int]:
+    return [100 + 10 * session + number % 7 for number in range(NUM_PROMPT)]
+
+
+def _serve(cluster: Cluster, stream: int, prompt: list[int], max_tokens: int = 5) -> int:
+    """Serve a request alone; return how many of its tokens were cached."""
+    reader = cluster.submit(stream, prompt, max_tokens)
+    cluster.run()
+    assert reader.tokens == expected_output(prompt, max_tokens, set())
+    assert reader.end is not None
+    return reader.end.cached_prompt_tokens
+
+
+def _fill(cluster: Cluster, first_stream: int = 10) -> None:
+    """Serve other sessions, until the blocks of earlier ones have left the device."""
+    for number in range(8):
+        _serve(cluster, first_stream + number, _prompt(first_stream + number))
+
+
+def _fill_slowly(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Like `_fill`; afterwards, a plan copies at most 8 blocks, because no copy was measured."""
+    with monkeypatch.context() as patch:
+        patch.setattr(host_copies, "_UNKNOWN", 100)
+        _fill(cluster)
+
+
+def _copied_back(plans: list[Plan]) -> list[int]:
+    """Return the number of blocks of each copy to the device."""
+    return [len(copy.targets) for plan in plans for copy in plan.swap_ins]
+
+
+@pytest.mark.parametrize(("num_host_blocks", "expected"), [(800, NUM_PROMPT), (0, 0)])
+def test_a_prefix_that_left_the_device_is_not_computed_again(num_host_blocks: int, expected: int) -> None:
+    """The next turn continues after the whole conversation, although other sessions needed the device's memory."""
+    cluster = _cluster(num_host_blocks=num_host_blocks)
+    _serve(cluster, 1, _prompt(1))
+    _fill(cluster)
+    num_plans = len(cluster.plans)
+
+    assert _serve(cluster, 2, [*_prompt(1), 7, 8]) == expected
+    (worker,) = cluster.core.stats().workers
+    assert worker.counters.restored_tokens == expected
+    assert worker.host_blocks_held == 0
+    assert sum(_copied_back(cluster.plans[num_plans:])) == (NUM_PROMPT // 4 + TAIL if expected else 0)
+    assert any(line.endswith("tokens copied from host memory") for line in cluster.story(2)) == bool(expected)
+
+
+def test_a_long_prefix_is_copied_by_several_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a copy was measured, a plan copies eight blocks. The request starts with the last of the tail."""
+    cluster = _cluster(copy_s=0.0)
+    _serve(cluster, 1, _prompt(1))
+    _fill_slowly(cluster, monkeypatch)
+    num_plans = len(cluster.plans)
+    assert _serve(cluster, 2, [*_prompt(1), 7, 8]) == NUM_PROMPT
+
+    plans = [plan for plan in cluster.plans[num_plans:] if plan.swap_ins]
+    assert [sum(_copied_back([plan])) for plan in plans] == [8, 8, 8]
+    assert [len(plan.admissions) for plan in plans] == [0, 0, 1]
+    (admission,) = plans[-1].admissions
+    assert admission.windows is not None
+    assert admission.windows.tables[:, : SIZES.tail].T.ravel().tolist() == plans[-1].swap_ins[-1].targets.tolist()
+
+
+def test_no_step_waits_for_copies_that_overlap() -> None:
+    """If copies overlap with steps, a request starts with the plan after the last copies of its tail."""
+    cluster = _cluster(copies_overlap=True)
+    _serve(cluster, 1, _prompt(1))
+    _fill(cluster)
+    num_plans = len(cluster.plans)
+    assert _serve(cluster, 2, [*_prompt(1), 7, 8]) == NUM_PROMPT
+
+    plans = cluster.plans[num_plans:]
+    copying = [number for number, plan in enumerate(plans) if plan.swap_ins]
+    (admitting,) = [number for number, plan in enumerate(plans) if plan.admissions]
+    assert copying
+    assert admitting == copying[-1] + 1
+
+
+def test_a_tail_alone_comes_back() -> None:
+    """If the device still has the full blocks of a prefix, only its tail is copied."""
+    cluster = _cluster()
+    _serve(cluster, 1, _prompt(1))
+    stream = 10
+    while not any(plan.swap_outs for plan in cluster.plans):
+        _serve(cluster, stream, _prompt(stream))
+        stream += 1
+    num_plans = len(cluster.plans)
+    assert _serve(cluster, 2, [*_prompt(1), 7, 8]) == NUM_PROMPT
+
+    copied = sum(_copied_back(cluster.plans[num_plans:]))
+    assert 0 < copied < NUM_PROMPT // 4
+
+
+def test_slow_copies_are_not_made() -> None:
+    """When copying is slower than computing, the prefix is computed again."""
+    cluster = _cluster(copy_s=1.0)
+    for round_number in range(4):
+        _fill(cluster, 10 * (round_number + 1))
+
+    assert cluster.core.stats().workers[0].swapped_in_blocks == 0
+
+
+def test_only_the_last_tail_of_a_run_moves() -> None:
+    """Earlier tails are of use only to requests that leave the conversation there, so they are not copied."""
+    windows = WindowBlocks(300, SIZES)
+    cache = PrefixCache(300, windows=windows)
+    keys = b"".join(bytes([number]) * KEY_BYTES for number in range(20))
+    num_new = windows.num_taken(0, 20, (10, 20))
+    room = WindowRoom(NO_INDICES.reshape(0, 2), num_new, num_new, (10, 20))
+    windows.open(0, room, np.arange(100, 100 + num_new), num_shared=0, num_blocks=20)
+    chain = np.arange(20)
+    cache.publish(keys, chain)
+    for num_blocks in (10, 20):
+        cache.attach(0, chain[:num_blocks])
+
+    attached = windows.attached_to(chain)
+    assert len(attached) == 2 * TAIL
+    last = windows.tail_of(chain)
+    expected = {
+        int(last[place, table]): window_key(bytes([20 - SIZES.tail + place]) * KEY_BYTES, table)
+        for place in range(SIZES.tail)
+        for table in range(2)
+    }
+    assert {block: entry.key for block, entry in cache.entries(attached)} == expected
+    assert not any(entry.is_first for _, entry in cache.entries(attached))
+
+    cache.publish(keys[: 10 * KEY_BYTES] + bytes(KEY_BYTES), np.append(chain[:10], 90))
+    assert len(cache.entries(attached)) == 2 * TAIL, "a fork makes the earlier tail useful"
+
+
+def test_a_prefix_reaches_as_far_as_both_tiers_have_a_whole_tail() -> None:
+    """A tail may be partly on the device and partly in host memory. One missing block makes it useless."""
+    windows, host = WindowBlocks(300, SIZES), HostKeys(50)
+    keys = b"".join(bytes([number]) * KEY_BYTES for number in range(20))
+    blocks = np.arange(12)
+
+    def store(position: int, table: int) -> None:
+        key = window_key(bytes([position]) * KEY_BYTES, table)
+        host.add([BlockEntry(key, b"", False)], np.array([len(host)]))
+
+    windows.restore(np.array([10, 10, 11]), np.array([0, 1, 0]), np.array([100, 101, 102]))
+    assert windows.reach(blocks) == windows.reach_with_host(blocks, keys, 20, host) == 0
+    store(11, 1)
+    assert windows.reach_with_host(blocks, keys, 20, host) == 12
+    assert windows.missing(blocks, 12).tolist() == [[11, 1]]
+    for position, table in ((17, 0), (17, 1), (18, 0)):
+        store(position, table)
+    assert windows.reach_with_host(blocks, keys, 20, host) == 12
+    store(18, 1)
+    assert windows.reach_with_host(blocks, keys, 20, host) == 19
+    assert windows.missing(blocks, 19).tolist() == [[17, 0], [17, 1], [18, 0], [18, 1]]
+    assert windows.reach_with_host(blocks, keys, 18, host) == 12
+
+
+def test_a_failed_row_empties_the_host() -> None:
+    """After a row with logits that are not finite, no window block in host memory is used any more."""
+    cluster = _cluster()
+    _serve(cluster, 1, _prompt(1))
+    _fill(cluster)
+    assert cluster.core.stats().workers[0].host_blocks_cached > 0
+    cluster.submit(2, _prompt(2), 8)
+    cluster.plan()
+    worker = cluster.workers[b"w/1"]
+    (row,) = worker.rows.values()
+    worker.fail(row.index, spoil=True)
+    cluster.run()
+
+    assert cluster.core.stats().workers[0].host_blocks_cached == 0
+    assert _serve(cluster, 3, [*_prompt(1), 7, 8]) == 0
+
+
+def test_a_lost_worker_loses_its_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another worker computes the prefix again, with the same tokens, although copies were in flight."""
+    cluster = _cluster(copy_s=0.0)
+    _serve(cluster, 1, _prompt(1))
+    _fill_slowly(cluster, monkeypatch)
+    second = cluster.submit(2, [*_prompt(1), 7, 8], 5)
+    assert cluster.plan()
+    assert cluster.plans[-1].swap_ins
+    cluster.lose(b"w/1")
+    cluster.join(ModelWorker(b"w/2", 90, 4, 4, num_host_blocks=800, num_kv_groups=3, window=9, window_chunk=8))
+    cluster.run()
+
+    assert second.tokens == expected_output([*_prompt(1), 7, 8], 5, set())
+    assert second.end is not None
+    assert second.end.cached_prompt_tokens == 0
+
+
+def test_a_cancelled_request_leaves_its_copied_blocks_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks that were copied back for a request remain shareable if it ends before its tail is complete."""
+    cluster = _cluster(copy_s=0.0)
+    _serve(cluster, 1, _prompt(1))
+    _fill_slowly(cluster, monkeypatch)
+    second = cluster.submit(2, [*_prompt(1), 7, 8], 5)
+    cluster.plan()
+    cluster.answer()
+    cluster.handle(ev.RequestCancelled(frontend=FRONTEND, stream=2))
+    cluster.run()
+    assert not second.tokens
+
+    assert _serve(cluster, 3, [*_prompt(1), 7, 8]) == NUM_PROMPT
+    assert cluster.core.stats().workers[0].swapped_in_blocks == NUM_PROMPT // 4 + TAIL, "blocks were copied twice"
