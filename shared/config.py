@@ -429,6 +429,7 @@ class FrontendConfig(_Checked):
             "harmony",
             "glm4",
             "granite",
+            "gemma4",
             "reasoning",
             "plain",
         ),

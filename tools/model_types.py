@@ -106,6 +106,23 @@ _GEMMA_4 = {
 _PARTICULAR: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "codegen": {"n_head": 8},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10_000.0}}},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": _KV_HEADS, "clip_qkv": 2.0, "rope_theta": 10_000.0},
+        "ffn_config": {"ffn_hidden_size": _INNER, "moe_num_experts": _EXPERTS, "moe_top_k": 2},
+    },
+    "dots3_note_text": {
+        "layer_types": ["sliding_attention", "indexed_attention"] * 2,
+        "num_key_value_heads": _HEADS,
+        "head_dim": 32,
+        **dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads"), 4),
+        "swa_q_lora_rank": 20,
+        "swa_kv_lora_rank": 24,
+        "swa_head_dim": 32,
+        "swa_qk_nope_head_dim": 16,
+        "swa_v_head_dim": 20,
+        "shared_experts_intermediate_size": 40,
+    },
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
     "gemma3n_text": {
         "activation_sparsity_pattern": [0.5, 0.0, 0.5, 0.0],
@@ -124,6 +141,20 @@ _PARTICULAR: dict[str, dict[str, Any]] = {
     "mimo_v2_flash": {"head_dim": 24},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
     "nemotron_h": {"layers_block_type": ["mamba", "moe", "attention", "mlp"]},
+    "qwen4_exp_text": {
+        "layer_types": ["linear_attention", "indexed_attention"] * 2,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+        "ple_layer_ids": [1],
+        "heads_per_ngram": 2,
+        "ngram_vocab_size_base": 50,
+        "make_ngram_vocab_size_divisible_by": 8,
+        "split_ngram_parts": 2,
+        "hc_lowrank": 16,
+    },
     "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid"] * 4},
     "zamba": {"layers_block_type": ["mamba", "hybrid"] * 2},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2},
@@ -239,15 +270,17 @@ def _attempts(config_class: Any, base: PretrainedConfig) -> Iterator[Any]:
     """Yield functions that make a configuration, the most particular first."""
     own = _known(base) | _PARTICULAR.get(base.model_type, {})
     without_head_dim = {name: value for name, value in own.items() if name != "head_dim"}
-    all_heads = {"num_key_value_heads": _HEADS} if hasattr(base, "num_key_value_heads") else {}
+    all_heads = _fitting(base, {"num_key_value_heads": _HEADS})
     choices = [own, without_head_dim, without_head_dim | all_heads]
-    if hasattr(base, "qk_rope_head_dim"):
-        choices.insert(0, own | _fitting(base, _LATENT))
+    if _fitting(base, {"qk_rope_head_dim": 0}):
+        choices.insert(0, own | _fitting(base, _LATENT) | _PARTICULAR.get(base.model_type, {}))
     text = base.get_text_config(decoder=True)
+    parts = {name: getattr(base, name, None) for name in ("vision_config", "audio_config")}
+    others = {name: _known(part) for name, part in parts.items() if isinstance(part, PretrainedConfig)}
     if text is not base:
-        parts = {name: getattr(base, name, None) for name in ("vision_config", "audio_config")}
-        others = {name: _known(part) for name, part in parts.items() if isinstance(part, PretrainedConfig)}
         choices.insert(0, {"text_config": _known(text) | _PARTICULAR.get(text.model_type, {}), **others})
+    elif others:
+        choices.insert(0, own | others)
     for values in choices:
         kinds = list(dict.fromkeys(getattr(base, "layer_types", None) or ()))
         if kinds and "layer_types" not in values:  # as many layers of each kind
@@ -266,7 +299,11 @@ def _known(config: PretrainedConfig) -> dict[str, Any]:
 
 def _fitting(config: PretrainedConfig, values: Mapping[str, Any]) -> dict[str, Any]:
     differing = config.per_layer_attributes or ()  # The class does not return these for all layers.
-    return {name: value for name, value in values.items() if name in differing or hasattr(config, name)}
+    return {
+        name: value
+        for name, value in values.items()
+        if name in differing or (hasattr(config, name) and not isinstance(getattr(type(config), name, None), property))
+    }
 
 
 def _by_its_defaults(architecture: str, model_type: str, failure: Exception) -> tuple[str, str]:
@@ -354,11 +391,17 @@ def _kinds(config: PretrainedConfig, served: Model | None) -> str:
     text: Any = config.get_text_config(decoder=True)
     layers = set(getattr(text, "layer_types", None) or getattr(text, "attention_layers", None) or ["full_attention"])
     kinds = {kind for layer in layers for kind in _KINDS.get(layer, ("full",))}
-    if isinstance(served, CacheModel | InterfaceModel) and getattr(text, "kv_lora_rank", None):
+    if isinstance(served, CacheModel | InterfaceModel) and _is_latent(text):
         kinds = (kinds - {"full"}) | {"latent"}
-    if layers == {"full_attention"} and getattr(text, "sliding_window", None):
+    if isinstance(served, InterfaceModel) and "latent" not in kinds:
+        kinds = {"full" if window is None else "window" for window in served.windows}
+    elif layers == {"full_attention"} and getattr(text, "sliding_window", None):
         kinds = {"window"} if getattr(text, "use_sliding_window", True) else kinds
     return ", ".join(sorted(kinds))
+
+
+def _is_latent(text: PretrainedConfig) -> bool:
+    return "kv_lora_rank" in (text.per_layer_attributes or ()) or bool(getattr(text, "kv_lora_rank", None))
 
 
 def surveyed(types: Sequence[str]) -> Iterator[tuple[str, Finding]]:

@@ -101,16 +101,8 @@ def pythonic(writer: GrammarWriter, functions: Sequence[Function]) -> str:
         return f"{writer.text(key + '=')} {constant}"
 
     def call(function: Function) -> str:
-        # The first property has no comma before it, so the rule depends on whether a property precedes it.
-        following = first = '""'
-        for key, each in reversed(_values(function, value)):
-            one = writer.any_of([each])
-            more, begun = f'", " {one} {following}', f"{one} {following}"
-            if key in function.parameters.get("required", ()):
-                following, first = writer.any_of([more]), writer.any_of([begun])
-            else:
-                following, first = writer.any_of([more, following]), writer.any_of([begun, first])
-        return f"{writer.text(function.name + '(')} {first} {writer.text(')')}"
+        values = _separated_values(writer, function, value, ", ")
+        return f"{writer.text(function.name + '(')} {values} {writer.text(')')}"
 
     try:
         return writer.calls("", writer.list_of(writer.any_of([call(each) for each in functions])), None)
@@ -173,6 +165,30 @@ def granite(writer: GrammarWriter, functions: Sequence[Function]) -> str:
     return writer.calls("<|tool_call|>", writer.list_of(one), None, _CALL)
 
 
+def gemma4(writer: GrammarWriter, functions: Sequence[Function]) -> str:
+    """Return an expression for an output of Gemma 4."""
+    marker, end, quote = "<|tool_call>", "<tool_call|>", '<|"|>'
+
+    def value(key: str, schema: Mapping[str, Any], function: Function) -> str:
+        opening = writer.text(f"{key}:")
+        if schema.get("type") != "string":
+            return f"{opening} {writer.json(schema, _definitions(function))}"
+        if schema.keys() <= _FREE_TEXT:
+            return f"{opening} {writer.text(quote)} {writer.until(quote)}"
+        choices = _choices(schema, quote)
+        return f"{opening} {writer.any_of(writer.text(quote, each, quote) for each in choices)}"
+
+    def call(function: Function) -> str:
+        opening = writer.text(f"call:{function.name}")
+        try:
+            values = _separated_values(writer, function, value, ",")
+        except NotWritableError:
+            return f"{opening} {writer.arguments(function)} {writer.text(end)}"
+        return f"{opening} {writer.text('{')} {values} {writer.text('}', end)}"
+
+    return writer.calls(marker, writer.any_of(map(call, functions)), "")
+
+
 Value = Callable[[str, Mapping[str, Any], Function], str]
 """Returns an expression for a property: its name, its schema, the function."""
 
@@ -181,6 +197,20 @@ def _tagged_values(function: Function, value: Value) -> str:
     """Return an expression for the properties of a function, one after the other."""
     required = function.parameters.get("required", ())
     return " ".join(each if key in required else f"({each})?" for key, each in _values(function, value))
+
+
+def _separated_values(writer: GrammarWriter, function: Function, value: Value, separator: str) -> str:
+    """Return an expression for the properties of a function, with a separator between them."""
+    # The first property has no separator before it, so the rule depends on whether a property precedes it.
+    following = first = '""'
+    for key, each in reversed(_values(function, value)):
+        one = writer.any_of([each])
+        more, begun = f"{json.dumps(separator)} {one} {following}", f"{one} {following}"
+        if key in function.parameters.get("required", ()):
+            following, first = writer.any_of([more]), writer.any_of([begun])
+        else:
+            following, first = writer.any_of([more, following]), writer.any_of([begun, first])
+    return first
 
 
 def _values(function: Function, value: Value) -> list[tuple[str, str]]:
@@ -239,10 +269,18 @@ def _tagged(
         return f"{writer.text(*opening)} {value} {writer.text(closing, end, chr(10))}"
     if schema.keys() <= _FREE_TEXT:
         return f"{writer.text(*opening)} {writer.until(end)} {writer.text(chr(10))}"
+    chosen = writer.any_of(json.dumps(each) for each in _choices(schema, end))
+    return f"{writer.text(*opening)} {chosen} {writer.text(closing, end, chr(10))}"
+
+
+def _choices(schema: Mapping[str, Any], end: str) -> list[str]:
+    """Return the texts that a schema permits.
+
+    Raises: NotWritableError: the schema has another constraint, or a text contains `end`.
+    """
     choices = schema.get("enum")
     if not isinstance(choices, list) or not schema.keys() <= _FREE_TEXT | {"enum"}:
         raise NotWritableError
     if not choices or not all(isinstance(each, str) and end not in each for each in choices):
         raise NotWritableError
-    chosen = writer.any_of(json.dumps(each) for each in choices)
-    return f"{writer.text(*opening)} {chosen} {writer.text(closing, end, chr(10))}"
+    return choices

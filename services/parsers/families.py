@@ -11,6 +11,7 @@
 | harmony | GPT-OSS | channel analysis | channel commentary to=functions.NAME |
 | glm4 | GLM-4.5 and later | <think> | <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>… |
 | granite | Granite 3 | – | <|tool_call|>[{"name": …, "arguments": …}] |
+| gemma4 | Gemma 4 | <|channel>thought | <|tool_call>call:NAME{KEY:VALUE,…}<tool_call|>, text between <|"|> |
 
 Text that only resembles a call is content. If the output ends within a call, the call has the arguments generated so
 far. `call_forms` contains grammars for the same formats.
@@ -418,6 +419,134 @@ def granite(reader: Reader, output: Output) -> Step:
         trim = True
         yield from reader.skip_space()
         yield from read_objects(reader, output.calls, output.content)
+
+
+GEMMA_THINK, GEMMA_END_THINK = "<|channel>", "<channel|>"
+_GEMMA_CALL, _GEMMA_END_CALL, _GEMMA_QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
+
+
+def gemma4(reader: Reader, output: Output) -> Step:
+    """Read the output of Gemma 4."""
+    yield from _gemma(reader, output, _GEMMA_CALL)
+
+
+def gemma4_reasoning(reader: Reader, output: Output) -> Step:
+    """Read the output of Gemma 4 for a request without tools."""
+    yield from _gemma(reader, output)
+
+
+def _gemma(reader: Reader, output: Output, *calls: str) -> Step:
+    if output.reasons:
+        yield from _gemma_think(reader, output)
+    trim = output.reasons
+    while marker := (yield from reader.until(output.content, GEMMA_THINK, *calls, trim_start=trim, trim_end=True)):
+        if marker == GEMMA_THINK:
+            trim = True
+            yield from _gemma_think(reader, output)
+        else:
+            trim = yield from _gemma_call(reader, output)
+
+
+def _gemma_think(reader: Reader, output: Output) -> Step:
+    """Read reasoning after its opening marker, without the name of its channel."""
+    yield from reader.starts_with("thought\n")
+    yield from _think(reader, output, GEMMA_END_THINK)
+
+
+def _gemma_call(reader: Reader, output: Output) -> Generator[None, None, bool]:
+    """Read a call after its opening marker; return whether the text was a call."""
+    opening = reader.trimmed + _GEMMA_CALL + (yield from reader.starts_with("call:"))
+    name = ""
+    while (character := (yield from reader.peek())) and (character.isalnum() or character in "_.-"):
+        name += reader.take()
+    if not opening.endswith("call:") or not name or character != "{":
+        output.content(opening + name)
+        return False
+    output.calls.begin(name)
+    if (yield from _gemma_object(reader, output.calls.arguments)):
+        output.calls.end()
+    return True
+
+
+def _gemma_object(reader: Reader, emit: Callable[[str], None]) -> Generator[None, None, bool]:
+    """Read an object, and the closing marker of its call; return whether the object is complete.
+
+    Keys have no quotes, and text is between markers. JSON is read too. The object is emitted as JSON. A bracket of the
+    other kind closes an object or an array too, and the closing marker closes all.
+    """
+    emit(reader.take())
+    closing = ["}"]
+    """The closing brackets of the open objects and arrays."""
+    is_first, key_is_read = True, False
+    while True:
+        yield from reader.skip_space()
+        if (yield from reader.starts_with(_GEMMA_END_CALL)):
+            emit(("null" if key_is_read else "") + "".join(reversed(closing)))
+            return True
+        character = yield from reader.peek()
+        if not character or not closing:
+            return not closing
+        if key_is_read:
+            is_first = key_is_read = False
+        elif character in ",}]":
+            reader.take()
+            if character != ",":
+                emit(closing.pop())
+                is_first = False
+            continue
+        else:
+            emit("" if is_first else ", ")
+            is_first = False
+            if closing[-1] == "}":
+                emit(json.dumps((yield from _gemma_key(reader)), ensure_ascii=False) + ": ")
+                key_is_read = True
+                continue
+        if character in "{[":
+            emit(reader.take())
+            closing.append("}" if character == "{" else "]")
+            is_first = True
+        elif not (yield from _gemma_scalar(reader, emit)):
+            return False
+
+
+def _gemma_key(reader: Reader) -> Generator[None, None, str]:
+    """Read a key and its colon; return the key."""
+    if (yield from reader.starts_with(_GEMMA_QUOTE)):
+        key, _ = yield from _collect(reader, _GEMMA_QUOTE)
+    elif (yield from reader.peek()) == '"':
+        pieces: list[str] = []
+        yield from reader.json_value(pieces.append)
+        text = "".join(pieces)
+        key = str(json.loads(text)) if _is_json(text) else text.strip('"')
+    else:
+        key = (yield from _gemma_bare(reader, ":,{}[]<")).strip(SPACE)
+    yield from reader.skip_space()
+    yield from reader.starts_with(":")
+    return key
+
+
+def _gemma_bare(reader: Reader, ends: str) -> Generator[None, None, str]:
+    """Return the text up to one of the characters `ends`, but at least one character."""
+    text = ""
+    while (character := (yield from reader.peek())) and (not text or character not in ends):
+        text += reader.take()
+    return text
+
+
+def _gemma_scalar(reader: Reader, emit: Callable[[str], None]) -> Generator[None, None, bool]:
+    """Read a value without brackets, and emit it as JSON; return whether it is complete."""
+    if (yield from reader.starts_with(_GEMMA_QUOTE)):
+        emit('"')
+        if not (yield from reader.until(lambda text: emit(_escaped(text)), _GEMMA_QUOTE)):
+            return False
+        emit('"')
+        return True
+    character = yield from reader.peek()
+    if character == '"':
+        return (yield from reader.json_value(emit))
+    text = "null" if character in ",}]" else (yield from _gemma_bare(reader, ",}]<")).strip(SPACE)
+    emit("null" if text == "None" else _as_json(text))
+    return bool((yield from reader.peek()))
 
 
 def plain(reader: Reader, output: Output) -> Step:

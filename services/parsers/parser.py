@@ -25,6 +25,8 @@ class Family:
     """Markers that may be special tokens, which the text contains only on request."""
     think: str = ""
     """The marker that starts reasoning; a prompt may end with it."""
+    end_think: str = ""
+    """The marker at which reasoning ends."""
     form: Form = call_forms.hermes
     """Grammar of its tool calls."""
     calls_tools: bool = True
@@ -32,19 +34,16 @@ class Family:
     marks_calls: bool = True
     """Whether calls begin with a marker that a grammar can distinguish from text."""
 
-    @property
-    def end_think(self) -> str:
-        """The marker at which reasoning ends."""
-        return f"{self.think[0]}/{self.think[1:]}" if self.think else ""
-
 
 _DEEPSEEK = tuple(f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep"))
 _HARMONY = tuple(f"<|{name}|>" for name in ("start", "channel", "constrain", "message", "end", "return", "call"))
-_TAGS = (families.THINK, "</think>", "<tool_call>", "</tool_call>")
+_GEMMA = ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>')
+_THINK = (families.THINK, "</think>")
+_TAGS = (*_THINK, "<tool_call>", "</tool_call>")
 
 FAMILIES: dict[str, Family] = {
-    "hermes": Family(families.hermes, families.reasoning_only, _TAGS, families.THINK, call_forms.hermes),
-    "qwen3_coder": Family(families.qwen3_coder, families.reasoning_only, _TAGS, families.THINK, call_forms.qwen3_coder),
+    "hermes": Family(families.hermes, families.reasoning_only, _TAGS, *_THINK, call_forms.hermes),
+    "qwen3_coder": Family(families.qwen3_coder, families.reasoning_only, _TAGS, *_THINK, call_forms.qwen3_coder),
     "llama3_json": Family(
         families.llama3_json, families.plain, ("<|python_tag|>",), form=call_forms.llama3_json, marks_calls=False
     ),
@@ -59,22 +58,27 @@ FAMILIES: dict[str, Family] = {
         families.mistral,
         families.mistral_reasoning,
         ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]"),
-        "[THINK]",
+        *("[THINK]", "[/THINK]"),
         call_forms.mistral,
     ),
-    "deepseek": Family(
-        families.deepseek, families.reasoning_only, (*_TAGS, *_DEEPSEEK), families.THINK, call_forms.deepseek
-    ),
+    "deepseek": Family(families.deepseek, families.reasoning_only, (*_TAGS, *_DEEPSEEK), *_THINK, call_forms.deepseek),
     "harmony": Family(families.harmony, families.harmony, _HARMONY, form=call_forms.harmony),
     "glm4": Family(
         families.glm4,
         families.reasoning_only,
         (*_TAGS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-        families.THINK,
+        *_THINK,
         call_forms.glm4,
     ),
     "granite": Family(families.granite, families.plain, ("<|tool_call|>", "<tool_call>"), form=call_forms.granite),
-    "reasoning": Family(families.reasoning_only, families.reasoning_only, _TAGS, families.THINK, calls_tools=False),
+    "gemma4": Family(
+        families.gemma4,
+        families.gemma4_reasoning,
+        _GEMMA,
+        *(families.GEMMA_THINK, families.GEMMA_END_THINK),
+        call_forms.gemma4,
+    ),
+    "reasoning": Family(families.reasoning_only, families.reasoning_only, _TAGS, *_THINK, calls_tools=False),
     "plain": Family(families.plain, families.plain, calls_tools=False),
 }
 """All families, by the name that `--parser` takes."""
@@ -86,6 +90,7 @@ _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("glm4", ("<arg_key>",)),
     ("mistral", ("[TOOL_CALLS]",)),
     ("granite", ("<|tool_call|>",)),
+    ("gemma4", ("<|tool_call>call:",)),
     ("hermes", ("<tool_call>",)),
     ("pythonic", ("<|python_start|>",)),
     ("pythonic", ("[func_name1(",)),

@@ -16,7 +16,10 @@ from tests.covering import Case, covering
 from tests.e2e.load import draw_prompts, generate_all, kv_memory
 
 FEATURES = {
-    "model": ("DeepseekV3ForCausalLM", "Gemma3ForCausalLM", "FalconForCausalLM", "Qwen3NextForCausalLM"),
+    "model": (
+        *("DeepseekV3ForCausalLM", "Gemma3ForCausalLM", "Gemma4ForCausalLM", "FalconForCausalLM"),
+        "Qwen3NextForCausalLM",
+    ),
     "preemption": ("swap", "recompute"),
     "prefix_cache": ("radix", "hash"),
     "speculation": ("ngram", "off"),

@@ -16,7 +16,12 @@ from worker_svc.model.scheme import read_quantisation
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-_PER_LAYER = frozenset({"head_dim", "intermediate_size", "num_attention_heads", "num_key_value_heads"})
+_PER_LAYER = frozenset(
+    {
+        *("head_dim", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
+        *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    }
+)
 """Sizes that may differ between layers."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

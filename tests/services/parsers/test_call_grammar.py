@@ -38,6 +38,7 @@ EOS = 2
 TEMPLATES = {
     "mistral": ("tools [TOOL_CALLS]", "tools [TOOL_CALLS] [ARGS] [THINK]"),
     "deepseek": ("tools <｜tool▁call▁begin｜>", "tools <｜tool▁call▁begin｜> ```json <think>"),
+    "gemma4": ("tools", "tools <|channel>"),
 }
 """Contents of a family's templates that affect its format; by default, whether they have reasoning."""
 FORMATS = [
@@ -247,6 +248,11 @@ SHAPES = [
         "<arg_value>1</arg_value>\n</tool_call>",
     ),
     ("granite", "tools", '<|tool_call|>[{"name": "f", "arguments": {"s": "x", "n": 1}}]'),
+    (
+        "gemma4",
+        "tools <|channel>",
+        '<|channel>thought\nwell<channel|><|tool_call>call:f{s:<|"|>x<|"|>,n:1}<tool_call|>',
+    ),
     ("plain", "tools", '<tool_call>\n{"name": "f", "arguments": {"s": "x", "n": 1}}\n</tool_call>'),
 ]
 """A call of f as the vendor describes it, by family and template."""

@@ -165,6 +165,23 @@ WRITTEN: list[tuple[str, str, tuple[str, str, Calls]]] = [
     ),
     ("glm4", '<tool_call>\n{"name": "f", "arguments": {"s": "x", "n": 1}}\n</tool_call>', ("", "", F)),
     ("granite", '<|tool_call|>[{"name": "f", "arguments": {"s": "x", "n": 1}}]', ("", "", F)),
+    ("gemma4", '<|tool_call>call:f{s:<|"|>x<|"|>,n:1}<tool_call|>', ("", "", F)),
+    (
+        "gemma4",
+        '<|channel>thought\nwell<channel|>One moment.\n<|tool_call>call:f{s:<|"|>a "b" }] <<|"|>,n:1}<tool_call|>'
+        "<|tool_call>call:g{}<tool_call|>",
+        ("well", "One moment.", FG),
+    ),
+    (
+        "gemma4",
+        '<|tool_call>call:f{n:[1,{k:<|"|>a:b<|"|>,<|"|>l m<|"|>:None}, true ],s:{},t: -1.5 }<tool_call|>',
+        ("", "", [("f", {"n": [1, {"k": "a:b", "l m": None}, True], "s": {}, "t": -1.5})]),
+    ),
+    ("gemma4", '<|tool_call>call:f{"s": "x", "n": 1}<tool_call|>', ("", "", F)),
+    ("gemma4", "<|tool_call>call:f{s:x y,n:[1<tool_call|>Yes.", ("", "Yes.", [("f", {"s": "x y", "n": [1]})])),
+    ("gemma4", "<|tool_call>call:f{s,n:}<tool_call|>", ("", "", [("f", {"s": None, "n": None})])),
+    ("gemma4", "<|tool_call>f{} <|tool_call>call:f", ("", "<|tool_call>f{} <|tool_call>call:f", [])),
+    ("gemma4", "<|channel>thought\n<channel|>Yes.", ("", "Yes.", [])),
     ("reasoning", "<think>well</think>Yes.", ("well", "Yes.", [])),
     ("plain", "<think>well</think>Yes.", ("", "<think>well</think>Yes.", [])),
 ]
@@ -187,6 +204,7 @@ def test_an_output_is_read_at_every_cut(family: str, text: str, expected: tuple[
         ("hermes", "well\n</think>\n\nYes.", ("well", "Yes.")),
         ("deepseek", "well</think>Yes.", ("well", "Yes.")),
         ("mistral", "well[/THINK]Yes.", ("well", "Yes.")),
+        ("gemma4", "thought\nwell<channel|>Yes.", ("well", "Yes.")),
         ("hermes", "still thinking", ("still thinking", "")),
     ],
 )
@@ -207,6 +225,7 @@ def test_an_output_may_begin_within_reasoning(family: str, text: str, expected: 
         ("harmony", '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"s": "x'),
         ("glm4", "<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>x"),
         ("granite", '<|tool_call|>[{"name": "f", "arguments": {"s": "x'),
+        ("gemma4", '<|tool_call>call:f{s:<|"|>x'),
     ],
 )
 def test_a_call_that_is_cut_off_keeps_its_arguments(family: str, text: str) -> None:
@@ -288,11 +307,26 @@ def _objects(calls: Calls, key: str) -> list[str]:
     return [json.dumps({"name": name, key: arguments}, ensure_ascii=False) for name, arguments in calls]
 
 
+def _gemma(value: object) -> str:
+    """Return a value as the vendor's chat template writes it."""
+    if isinstance(value, str):
+        return f'<|"|>{value}<|"|>'
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{_gemma(key)}:{_gemma(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_gemma, value)) + "]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 WRITERS: Mapping[str, Callable[[Calls], str]] = {
     "hermes": lambda calls: "\n".join(f"<tool_call>\n{each}\n</tool_call>" for each in _objects(calls, "arguments")),
     "llama3_json": lambda calls: "; ".join(_objects(calls, "parameters")),
     "mistral": lambda calls: f"[TOOL_CALLS][{', '.join(_objects(calls, 'arguments'))}]",
     "granite": lambda calls: f"<|tool_call|>[{', '.join(_objects(calls, 'arguments'))}]",
+    "gemma4": lambda calls: "".join(
+        f"<|tool_call>call:{name}{{{','.join(f'{key}:{_gemma(each)}' for key, each in args.items())}}}<tool_call|>"
+        for name, args in calls
+    ),
     "pythonic": lambda calls: (
         "[" + ", ".join(f"{name}({', '.join(f'{k}={v!r}' for k, v in args.items())})" for name, args in calls) + "]"
     ),
@@ -390,6 +424,7 @@ def test_ten_thousand_outputs_are_read_alike(family: str, seed: int) -> None:
         ("<｜tool▁calls▁begin｜>", "deepseek"),
         ("<|start|>assistant<|channel|>final", "harmony"),
         ("<|tool_call|>", "granite"),
+        ("{{ '<|tool_call>call:' + name }}<tool_call|><|channel>thought<channel|>", "gemma4"),
         ("{{ content.split('</think>')[-1] }}", "reasoning"),
         ("{{ messages }}", "plain"),
     ],
