@@ -79,7 +79,10 @@ def error_of(end: link_pb2.StreamEnd) -> QuireError:
         case link_pb2.END_REASON_CANCELLED:
             return RequestCancelledError(message or "the request was cancelled")
         case link_pb2.END_REASON_DEADLINE:
-            return DeadlineError(message or "the deadline passed before the answer was complete")
+            # The scheduler suggests a delay if it refuses a request on arrival because of a forecast.
+            return DeadlineError(
+                message or "the deadline passed before the answer was complete", retry_ms=end.retry_ms or None
+            )
         case link_pb2.END_REASON_QUEUE_FULL:
             return QueueFullError(
                 message or "the waiting queue is full; try again later", retry_ms=end.retry_ms or RETRY_MS

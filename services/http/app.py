@@ -35,6 +35,8 @@ from services.http.scoring.endpoint import ScoringEndpoints
 from services.http.texts import TextEndpoints
 from shared.ids import draw_request_id
 
+_METHODS = "GET, HEAD, POST, DELETE, OPTIONS"
+"""Methods of all paths together."""
 _CLIENT_PATHS = frozenset(
     ("/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/responses", "/v1/messages")
 )
@@ -133,6 +135,8 @@ async def _docs(_request: Request) -> Response:
 
 async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    if request.method == "OPTIONS" and request.scope["path"] == "*":
+        return Response(status_code=204, headers={"allow": _METHODS})  # about the server, not about a path
     if error.status_code == 404:
         path = request.url.path
         if f"/v1{path}" in _CLIENT_PATHS:

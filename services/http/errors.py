@@ -1,7 +1,7 @@
 """Errors in OpenAI's form: a JSON object with message, type, param and code, and an HTTP status.
 
-The status follows from the error's gRPC code. 429 and 503 carry Retry-After. `code` is the stable reason that gRPC
-clients find in ErrorInfo, in lower case.
+The status follows from the error's gRPC code. 429 and 503 carry Retry-After, and so does a 504 because of a forecast.
+`code` is the stable reason that gRPC clients find in ErrorInfo, in lower case.
 """
 
 import math

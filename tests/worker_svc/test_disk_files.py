@@ -5,7 +5,9 @@ import os
 import stat
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ import torch
 from shared.folder_lock import FolderInUseError
 from shared.kv_sizes import DISK_HEADER_BYTES as HEADER_BYTES
 from worker_svc.interface.disk import DiskAction, DiskBlock, DiskJob, DiskReport
-from worker_svc.memory import disk_files
+from worker_svc.memory import disk_files, disk_tier
 from worker_svc.memory.disk_files import BlockFiles, Refusal, RefusedFileError
 from worker_svc.memory.disk_tier import DiskTier, HostBytes
 
@@ -323,6 +325,59 @@ def test_a_full_disk_fails_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     tier.begin_session()
     assert _next(tier).found == ()
     tier.stop()
+
+
+def test_refused_blocks_are_logged_once_until_one_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk with many damaged files does not flood the log. The next damage after a good block is logged again."""
+    lines: list[str] = []
+    logger = SimpleNamespace(warning=lambda event, **_values: lines.append(event), info=lambda *_, **__: None)
+    monkeypatch.setattr(disk_tier, "get_logger", lambda: logger)
+    host, _ = _host()
+    files = _files(tmp_path, block_bytes=host.block_bytes)
+    tier = DiskTier(files, host)
+    tier.begin_session()
+    _next(tier)
+    logged = []
+    for copy_id, is_damaged in enumerate((True, True, False, True)):
+        tier.submit(_job(2 * copy_id, DiskAction.WRITE, 2))
+        _next(tier)
+        if is_damaged:
+            _change(HEADER_BYTES + 1)(files.folder / "00000003.kv")
+        tier.submit(_job(2 * copy_id + 1, DiskAction.READ, 0))
+        assert _next(tier).failed == ((0,) if is_damaged else ())
+        logged.append(len(lines))
+    tier.stop()
+
+    assert logged == [1, 1, 1, 2]
+
+
+def test_files_that_cannot_be_deleted_are_logged_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clearing deletes all other files, and the log has one line, however many remain."""
+    lines: list[str] = []
+    logger = SimpleNamespace(warning=lambda event, **_values: lines.append(event), info=lambda *_, **__: None)
+    monkeypatch.setattr(disk_tier, "get_logger", lambda: logger)
+    host, _ = _host()
+    files = _files(tmp_path, block_bytes=host.block_bytes)
+    tier = DiskTier(files, host)
+    tier.begin_session()
+    _next(tier)
+    for slot in range(3):
+        tier.submit(_job(slot, DiskAction.WRITE, 2, replace(BLOCK, slot=slot, key=bytes([slot]) * 32)))
+        _next(tier)
+    unlink = os.unlink
+
+    def partly(path: str) -> None:
+        if not path.endswith("00000002.kv"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", partly)
+    tier.submit(DiskJob(copy_id=9, action=DiskAction.CLEAR))
+    _next(tier)
+    tier.stop()
+
+    assert lines == ["blocks on disk not deleted"]
+    assert sorted(each.name for each in files.folder.glob("*.kv")) == ["00000000.kv", "00000001.kv"]
 
 
 def test_clearing_deletes_the_blocks_even_if_the_session_ends(tmp_path: Path) -> None:

@@ -479,9 +479,10 @@ def test_gguf_files_that_cannot_be_served_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has 2 GGUF files; remove all except the one to serve"):
         load(folder)
     (folder / "second.gguf").unlink()
-    file.write_bytes(b"GGML" + content[4:])
-    with pytest.raises(ConfigError, match=r"is damaged: .*; download the file again"):
-        load(folder)
+    for damaged in (b"GGML" + content[4:], content[: len(content) // 2], content[:40], b""):
+        file.write_bytes(damaged)
+        with pytest.raises(ConfigError, match=r"model\.gguf is damaged or incomplete; download the file again$"):
+            load(folder)
     file.write_bytes(content)
     (folder / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"no config\.json; .*"):

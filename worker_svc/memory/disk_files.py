@@ -157,12 +157,21 @@ class BlockFiles:
             raise RefusedFileError(Refusal.UNREADABLE) from None
 
     def clear(self) -> None:
-        """Delete all files of blocks."""
+        """Delete all files of blocks.
+
+        Raises:
+            OSError: a file could not be deleted. All others are deleted.
+        """
+        failure: OSError | None = None
         with os.scandir(self._folder) as entries:
             for entry in entries:
                 if _NAME.fullmatch(entry.name):
-                    with contextlib.suppress(OSError):
+                    try:
                         os.unlink(entry.path)
+                    except OSError as error:
+                        failure = failure or error
+        if failure is not None:
+            raise failure
 
     def _usable(self, slot: int, *, unfinished: bool) -> DiskBlock:
         if unfinished:

@@ -74,6 +74,8 @@ class DiskTier:
         self._stored: dict[int, DiskBlock] = {}
         """The complete files, by slot. Only the thread uses it."""
         self._write_failed = False
+        self._read_failed = False
+        """Whether the last block that was read was refused."""
         # A daemon, because a disk that hangs must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name="disk tier", daemon=True)
         self._thread.start()
@@ -208,9 +210,12 @@ class DiskTier:
         try:
             self._files.read(block, self._buffer.data)
         except RefusedFileError as error:
-            get_logger().warning("block on disk refused; its tokens are computed", reason=str(error))
+            if not self._read_failed:
+                get_logger().warning("blocks on disk refused; their tokens are computed", reason=str(error))
+            self._read_failed = True
             self._stored.pop(block.slot, None)
             return False
+        self._read_failed = False
         with self._condition:
             if session != self._session:
                 return False

@@ -69,8 +69,8 @@ def read_tensors(
     try:
         reader = GGUFReader(file, "c")  # PyTorch warns about tensors over memory that cannot be written
         family = str(reader.fields["general.architecture"].contents())
-    except Exception as error:  # The reader raises many types of errors.
-        raise ConfigError(f"model: {file} is damaged: {error}; download the file again") from None
+    except Exception:  # The reader raises many types of errors, with texts about its own arrays.
+        raise ConfigError(f"model: {file} is damaged or incomplete; download the file again") from None
     if family not in _ARCHITECTURES:
         raise ConfigError(
             f"model: GGUF files of the family {family} are not supported; use one of {', '.join(_ARCHITECTURES)}, or"

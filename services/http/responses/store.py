@@ -28,7 +28,7 @@ class _Held:
     responses: OrderedDict[str, "_Entry"] = field(default_factory=OrderedDict)
     """By response id; oldest first."""
     items: dict[str, str] = field(default_factory=dict)
-    """Output items as JSON, by item id.
+    """Output items as JSON, by item id; the same texts as in the entries.
 
     A request may refer to thousands of items, so finding one must not read the whole response, which has megabytes.
     """
@@ -42,7 +42,9 @@ class _Entry:
     size: int
     """Bytes of the text and of the items."""
     text: str
-    """The stored response as JSON."""
+    """The stored response as JSON, without its output items."""
+    items: tuple[str, ...]
+    """Its output items as JSON."""
     item_ids: tuple[str, ...]
     """Ids of its output items."""
 
@@ -72,16 +74,19 @@ class ResponseStore:
 
     def put(self, principal: str, stored: StoredResponse) -> None:
         """Store a response of a principal, unless it is larger than the store."""
-        text = json.dumps([stored.response, stored.messages, stored.num_input, stored.session_id], ensure_ascii=False)
-        items = {item["id"]: json.dumps(item, ensure_ascii=False) for item in stored.response.get("output", ())}
-        size = sum(len(each.encode()) for each in (text, *items.values()))
+        output = stored.response.get("output", ())
+        items = tuple(json.dumps(item, ensure_ascii=False) for item in output)
+        item_ids = tuple(str(item["id"]) for item in output)
+        response = stored.response | {"output": []} if items else stored.response
+        text = json.dumps([response, stored.messages, stored.num_input, stored.session_id], ensure_ascii=False)
+        size = sum(len(each.encode()) for each in (text, *items))
         response_id = str(stored.response["id"])
         self.drop(principal, response_id)
         if size > self._max_bytes:
             return
         held = self._of.setdefault(principal, _Held())
-        held.responses[response_id] = _Entry(size, text, tuple(items))
-        held.items |= items
+        held.responses[response_id] = _Entry(size, text, items, item_ids)
+        held.items |= dict(zip(item_ids, items, strict=True))
         held.num_bytes += size
         self._bytes += size
         heappush(self._by_size, (-held.num_bytes, principal))
@@ -96,7 +101,12 @@ class ResponseStore:
         """Return a principal's response; None if it is not stored."""
         held = self._of.get(principal)
         found = None if held is None else held.responses.get(response_id)
-        return None if found is None else StoredResponse(*json.loads(found.text))
+        if found is None:
+            return None
+        stored = StoredResponse(*json.loads(found.text))
+        if found.items:
+            stored.response["output"] = [json.loads(item) for item in found.items]
+        return stored
 
     def item(self, principal: str, item_id: str) -> Json | None:
         """Return an output item from a principal's responses; None if it is not stored."""

@@ -267,7 +267,7 @@ def test_a_slow_reader_gets_no_more_than_fits(tmp_path: Path, monkeypatch: pytes
         (link_pb2.END_REASON_QUEUE_FULL, 429, "queue_full", "3"),
         (link_pb2.END_REASON_NO_WORKER, 503, "no_worker", "1"),
         (link_pb2.END_REASON_SHUTDOWN, 503, "not_ready", "1"),
-        (link_pb2.END_REASON_DEADLINE, 504, "deadline", None),
+        (link_pb2.END_REASON_DEADLINE, 504, "deadline", "3"),
         (link_pb2.END_REASON_ROW_FAILED, 500, "row_failed", None),
         (link_pb2.END_REASON_CANCELLED, 410, "cancelled", None),
     ],
@@ -755,6 +755,22 @@ def test_a_request_has_one_host(tmp_path: Path, hosts: str, text: str) -> None:
 
             assert answer.startswith(b"HTTP/1.1 400 ")
             assert text.encode() in answer
+
+    asyncio.run(main())
+
+
+def test_options_of_the_server_are_its_methods(tmp_path: Path) -> None:
+    """`OPTIONS *` asks about the server and not about a path, so it is not a missing path."""
+
+    async def main() -> None:
+        async with running_stack(tmp_path) as stack:
+            reader, writer = await asyncio.open_connection("127.0.0.1", stack.http.base_url.port)
+            writer.write(b"OPTIONS * HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            answer = (await reader.read()).lower()
+            writer.close()
+
+            assert answer.startswith(b"http/1.1 204 ")
+            assert b"allow: get, head, post, delete, options" in answer
 
     asyncio.run(main())
 

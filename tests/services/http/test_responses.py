@@ -269,6 +269,20 @@ def test_the_store_is_bounded_and_private() -> None:
     assert store.get("alice", "resp_8") is None
 
 
+def test_output_items_are_stored_once() -> None:
+    """A response whose output takes most of the store fits, and comes back with its items in their order."""
+    items = [{"id": f"item_{number}", "type": "message", "text": "x" * 400} for number in range(2)]
+    response = StoredResponse({"id": "resp_1", "output": items, "status": "completed"}, [], 0)
+    store = ResponseStore(1200)
+    store.put("alice", response)
+
+    assert store.get("alice", "resp_1") == response
+    assert list(response.response) == list(store.get("alice", "resp_1").response)  # type: ignore[union-attr]
+    assert store.item("alice", "item_1") == items[1]
+    assert store.drop("alice", "resp_1")
+    assert store.item("alice", "item_1") is None
+
+
 def test_a_principal_evicts_its_own_responses() -> None:
     """Whatever one principal stores, others keep their responses as long as they hold less."""
     store = ResponseStore(10_000)
