@@ -5,6 +5,7 @@ sizes come from config.json (Llama family and its mixtures of experts), or from 
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -28,11 +29,14 @@ _ALIASES = {
 _FREES_WINDOWS = {
     "gemma2": 2,
     "gemma3_text": 6,
+    "gemma3n_text": 5,
     **dict.fromkeys(("gpt_oss", "cohere2", "olmo3", "exaone4", "granite_swa", "granitemoe_swa", "vaultgemma"), 0),
 }
 """Values of `model_type` for which a CPU worker frees the KV behind windows. Without `layer_types` in config.json, one
 layer in so many has no window.
 """
+_WIDE_FULL_LAYERS = ("gemma4_text", "gemma4_unified_text")
+"""Values of `model_type` whose layers without a window have other sizes."""
 _STATE_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba"})
 _STATE_FIELDS = frozenset(
     {
@@ -81,6 +85,8 @@ class ModelSizes:
     """Elements of a key; with latent attention, elements of a latent vector."""
     rotary_dim: int = 0
     """Elements of a rotary key, which latent attention stores instead of a value; 0 for other models."""
+    kv_sizes: tuple[tuple[int, int], ...] = ()
+    """KV heads and elements of a key for each layer, if they differ; empty if all layers have the sizes above."""
     windows: tuple[int | None, ...] = ()
     """Sliding window of each layer in tokens, None without one, if a CPU worker can free the KV behind windows."""
     num_absorbed: int = 0
@@ -202,12 +208,15 @@ def sizes_from_config(config: Mapping[str, Any]) -> ModelSizes:
     layers = size("num_hidden_layers")
     if text.get("model_type") == "longcat_flash":
         layers = 2 * size("num_layers")  # Each layer has two attention layers.
+    layers -= size("num_kv_shared_layers", 0)  # The last layers use the keys and values of earlier layers.
     of_head = size("qk_nope_head_dim") + size("v_head_dim") if rank else 0
+    kv_heads, head_dim = size("num_key_value_heads", heads), size("head_dim", hidden // heads)
     return ModelSizes(
         num_layers=layers,
-        num_kv_heads=1 if rank else size("num_key_value_heads", heads),
-        head_dim=rank or size("head_dim", hidden // heads),
+        num_kv_heads=1 if rank else kv_heads,
+        head_dim=rank or head_dim,
         rotary_dim=size("qk_rope_head_dim") if rank else 0,
+        kv_sizes=_kv_sizes(text, layers, kv_heads, head_dim),
         windows=_windows(text, layers),
         num_absorbed=layers * heads * of_head * rank,
         num_heads=heads,
@@ -226,6 +235,30 @@ def sizes_from_config(config: Mapping[str, Any]) -> ModelSizes:
     )
 
 
+def _kv_sizes(
+    text: Mapping[str, Any], num_layers: int, num_kv_heads: int, head_dim: int
+) -> tuple[tuple[int, int], ...]:
+    """Return the KV heads and the elements of a key for each layer, or nothing if layers do not differ in them.
+
+    Gemma 4 has other sizes in layers without a window, which its config.json contains in one of two forms.
+    """
+    differing = {int(layer): sizes for layer, sizes in (text.get("per_layer_config") or {}).items()}
+    if not differing and text.get("model_type") in _WIDE_FULL_LAYERS:
+        wide = {"head_dim": text.get("global_head_dim", 512)}
+        if text.get("attention_k_eq_v") and text.get("num_global_key_value_heads"):
+            wide["num_key_value_heads"] = text["num_global_key_value_heads"]
+        total = int(text["num_hidden_layers"])
+        types = text.get("layer_types") or [
+            "full_attention" if layer % 6 == 5 or layer == total - 1 else "sliding_attention" for layer in range(total)
+        ]
+        differing = {layer: wide for layer, kind in enumerate(types) if kind == "full_attention"}
+    found = tuple(
+        (int(sizes.get("num_key_value_heads", num_kv_heads)), int(sizes.get("head_dim", head_dim)))
+        for sizes in (differing.get(layer, {}) for layer in range(num_layers))
+    )
+    return found if set(found) != {(num_kv_heads, head_dim)} else ()
+
+
 def _windows(text: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
     """Return the window of each layer; empty if a worker does not free the KV behind windows."""
     model_type, window = text.get("model_type"), text.get("sliding_window")
@@ -236,7 +269,7 @@ def _windows(text: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]
     if types is None:
         is_full = [every > 0 and layer % every == every - 1 for layer in range(num_layers)]
     else:
-        is_full = [each != "sliding_attention" for each in types]
+        is_full = [each != "sliding_attention" for each in types[:num_layers]]
     return tuple(None if full else window for full in is_full)
 
 
@@ -424,6 +457,8 @@ def block_bytes(sizes: ModelSizes, serving: Serving) -> int:
 
 def kv_bytes(sizes: ModelSizes, kv_type: str, tensor_parallel_size: int = 1) -> int:
     """Return the size in bytes of one token's KV on one card."""
+    if sizes.kv_sizes:
+        return kv_bytes_per_token([(heads, (width, width)) for heads, width in sizes.kv_sizes], kv_type)
     heads = _kv_heads_per_card(sizes, tensor_parallel_size)
     widths = (sizes.head_dim, sizes.rotary_dim or sizes.head_dim)
     return kv_bytes_per_token([(heads, widths)] * sizes.num_layers, kv_type)
@@ -440,21 +475,32 @@ def _kv_heads_per_card(sizes: ModelSizes, cards: int) -> int:
 def kv_formula(sizes: ModelSizes, kv_type: str) -> str:
     """Return the formula for one token's KV size, as text with this model's numbers."""
     chosen = KV_TYPES[kv_type]
-    size = "1/2 byte" if chosen.bits == 4 else f"{chosen.bits // 8} byte{'s' if chosen.bits > 8 else ''}"
     if sizes.rotary_dim:
         widths = (sizes.head_dim, sizes.rotary_dim)
         scales = sum(map(chosen.vector_bytes, widths)) - sum(widths) * chosen.bits // 8
-        per_layer = f"({sizes.head_dim} latent + {sizes.rotary_dim} rotary elements) x {size}"
+        per_layer = f"({sizes.head_dim} latent + {sizes.rotary_dim} rotary elements) x {_element(kv_type)}"
         per_layer = f"({per_layer} + {scales} bytes of scales)" if scales else per_layer
         return f"{sizes.num_layers} layers x {per_layer}"
-    per_head = f"{sizes.head_dim} head_dim x {size}"
+    layers = Counter(sizes.kv_sizes) or {(sizes.num_kv_heads, sizes.head_dim): sizes.num_layers}
+    return " + ".join(_formula_of_layers(count, *of_layer, kv_type) for of_layer, count in layers.items())
+
+
+def _formula_of_layers(num_layers: int, num_kv_heads: int, head_dim: int, kv_type: str) -> str:
+    chosen = KV_TYPES[kv_type]
+    per_head = f"{head_dim} head_dim x {_element(kv_type)}"
     if chosen.group:
-        count = sizes.head_dim // chosen.group
+        count = head_dim // chosen.group
         groups = f"{count} group{'s' if count > 1 else ''}"
         per_head = f"({per_head} + {groups} x {chosen.scale_bytes} bytes of scale and zero)"
     elif chosen.scale_bytes:
         per_head = f"({per_head} + {chosen.scale_bytes} bytes of scale)"
-    return f"2 (key and value) x {sizes.num_layers} layers x {sizes.num_kv_heads} KV heads x {per_head}"
+    return f"2 (key and value) x {num_layers} layers x {num_kv_heads} KV heads x {per_head}"
+
+
+def _element(kv_type: str) -> str:
+    """Return the size of an element, as text."""
+    bits = KV_TYPES[kv_type].bits
+    return "1/2 byte" if bits == 4 else f"{bits // 8} byte{'s' if bits > 8 else ''}"
 
 
 def weights_bytes(

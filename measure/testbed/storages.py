@@ -26,6 +26,6 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
         for each in value:
             yield from _tensors(each, seen)
     elif type(value).__module__.startswith(("worker_svc", "kernels", "torch.nn", "transformers")):
-        names = list(getattr(value, "__dict__", ())) + list(getattr(type(value), "__slots__", ()))
-        for name in names:
-            yield from _tensors(getattr(value, name, None), seen)
+        slots = (getattr(value, name, None) for name in getattr(type(value), "__slots__", ()))
+        for each in (*getattr(value, "__dict__", {}).values(), *slots):
+            yield from _tensors(each, seen)

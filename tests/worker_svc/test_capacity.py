@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from checks.driver import CPU, make_engine
-from measure.testbed.checkpoints import make_checkpoint
+from measure.testbed.checkpoints import edit_config, make_checkpoint
 from measure.testbed.quantised_checkpoints import make_gguf, make_pair
 from measure.testbed.storages import bytes_of
-from quire_server.capacity import kv_bytes, sizes_from_config
+from quire_server.capacity import kv_bytes, kv_formula, sizes_from_config
 from quire_server.cli.main import main
 from shared.config import WorkerConfig
 from shared.model_path import resolve_model
@@ -41,6 +41,8 @@ def predicted_memory(
         ("Qwen2ForCausalLM", {"kv_cache_dtype": "fp8", "max_model_len": 300}),
         ("Gemma2ForCausalLM", {}),
         ("Gemma3ForCausalLM", {"dtype": "bfloat16"}),
+        ("Gemma3nForCausalLM", {}),
+        ("Gemma4ForCausalLM", {"kv_cache_dtype": "int8"}),
         ("GPT2LMHeadModel", {}),
         ("DeepseekV3ForCausalLM", {}),
         ("DeepseekV3ForCausalLM", {"dtype": "bfloat16", "kv_cache_dtype": "int8"}),
@@ -60,6 +62,29 @@ def test_the_formulas_are_what_a_worker_allocates(model: str, settings: dict[str
     assert tuple(predicted["kv_by_kind"]) == engine.limits.cache_kinds
     assert predicted["weights_bytes"] == pytest.approx(weights, rel=0.03)
     assert bytes_of(vars(engine)["_caches"]) == pytest.approx(cache, rel=0.03)
+
+
+def test_layers_of_different_sizes_count_with_their_own_sizes(tmp_path: Path) -> None:
+    """Gemma 4 from the hub names the other sizes of its layers without a window, and saved files each layer."""
+    kinds = ["sliding_attention", "full_attention"] * 3
+    folder = make_checkpoint("Gemma4ForCausalLM", tmp_path / "model", num_hidden_layers=6, layer_types=kinds)
+    saved = sizes_from_config(json.loads((folder / "config.json").read_text()))
+
+    def as_on_the_hub(config: dict[str, Any]) -> None:
+        del config["per_layer_config"]
+        config |= {"global_head_dim": 32, "num_global_key_value_heads": 1}
+
+    edit_config(folder, as_on_the_hub)
+    config = json.loads((folder / "config.json").read_text())
+
+    assert sizes_from_config(config) == saved
+    assert saved.kv_sizes == ((2, 16), (1, 32)) * 2
+    assert kv_formula(saved, "bfloat16") == (
+        "2 (key and value) x 2 layers x 2 KV heads x 16 head_dim x 2 bytes"
+        " + 2 (key and value) x 2 layers x 1 KV heads x 32 head_dim x 2 bytes"
+    )
+    assert kv_bytes(saved, "bfloat16") == 2 * 2 * 2 * (2 * 16 + 32)
+    assert sizes_from_config({"text_config": config}).kv_sizes == saved.kv_sizes
 
 
 def test_windows_count_with_their_newest_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
