@@ -143,9 +143,9 @@ def _reuse_limit(life: Life) -> str:
     if not life.num_unusable_tokens:
         return ""
     num_cached = life.num_cached_tokens + life.num_unusable_tokens
-    used = f"only {life.num_cached_tokens}" if life.num_cached_tokens else "none"
-    missing = "the last window before them" if life.lacks_window else "a checkpoint of the state after them"
-    return f"{num_cached} prompt tokens were cached, but {used} could be used: for the others, {missing} was missing"
+    used, which = (f"only {life.num_cached_tokens}", "the others") if life.num_cached_tokens else ("none", "them")
+    missing = "the last window of" if life.lacks_window else "a checkpoint of the state after"
+    return f"{num_cached} prompt tokens were cached, but {used} could be used, because {missing} {which} was missing"
 
 
 def _details(cause: Cause, life: Life) -> list[str]:

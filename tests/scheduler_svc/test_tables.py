@@ -146,6 +146,24 @@ def test_sessions_are_shown_with_the_tier_of_their_sequence() -> None:
     assert shown == ["active"] * tables.MAX_SESSIONS_SHOWN
 
 
+def test_a_session_without_its_state_is_not_on_the_device() -> None:
+    """With recurrent state, the cached blocks of a session are of no use after its checkpoints were replaced."""
+    cluster = Cluster(prefix_cache="hash")
+    cluster.join(ModelWorker(b"w", 200, 4, 4, state_bytes=64, num_checkpoints=4))
+    tiers = []
+    for stream, length in ((1, 40), (2, 21), (3, 33)):
+        cluster.submit(stream, list(range(100 * stream, 100 * stream + length)), 9, session=b"%d" % stream)
+        cluster.run()
+        tiers.append({each.name: tier for each, tier in cluster.core.tables().sessions})
+
+    assert tiers == [
+        {"1": "device"},
+        {"1": "device", "2": "device"},
+        {"1": "", "2": "device", "3": "device"},
+    ]
+    assert cluster.core.stats().workers[0].blocks_free > 100, "no block was evicted"
+
+
 def test_the_end_of_a_session_is_found_in_host_memory() -> None:
     """After the blocks have moved down, the tier is host memory."""
     cluster = Cluster()

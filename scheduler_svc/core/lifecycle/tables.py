@@ -117,14 +117,17 @@ def tables(
 def _tier(session: ShownSession, workers: Iterable[Worker]) -> str:
     """Return the highest tier that has the end of a session's sequence; empty if none has it.
 
-    The end of a sequence leaves a tier before its beginning.
+    The end of a sequence leaves a tier before its beginning. With recurrent state, the next turn also needs the state
+    after the end.
     """
     if not session.end:
         return ""
     tiers = set()
     for worker in workers:
         if session.place is not None and session.place[0] == worker.epoch:
-            found = worker.pool.cache.entries(np.array([session.place[1]], np.intp))
+            end = np.array([session.place[1]], np.intp)
+            has_state = worker.checkpoints is None or worker.checkpoints.reach(end) > 0
+            found = worker.pool.cache.entries(end) if has_state else []
             tiers |= {"device" for _, entry in found if entry.key == session.end}
         if worker.swap.keys.get(session.end) is not None:
             tiers.add("host")

@@ -432,7 +432,7 @@ _WINDOWS = {"num_kv_groups": 3, "window": 9, "window_chunk": 8}
 
 @pytest.mark.parametrize(
     ("kind", "missing"),
-    [(_STATE, "a checkpoint of the state after them"), (_WINDOWS, "the last window before them")],
+    [(_STATE, "a checkpoint of the state after them"), (_WINDOWS, "the last window of them")],
     ids=["state", "windows"],
 )
 def test_what_limited_the_reuse_of_a_prefix_is_named(tmp_path: Path, kind: dict[str, int], missing: str) -> None:
@@ -449,7 +449,7 @@ def test_what_limited_the_reuse_of_a_prefix_is_named(tmp_path: Path, kind: dict[
     causes = {each.kind: each.seconds for each in account(lives[0]).causes}
     assert causes[CauseKind.UNUSABLE_PREFIX] > 0
     assert CauseKind.COLD_PREFIX not in causes
-    limit = f"20 prompt tokens were cached, but none could be used: for the others, {missing} was missing."
+    limit = f"20 prompt tokens were cached, but none could be used, because {missing} was missing."
     assert limit in texts[0].text
     assert json.loads(texts[0].json)["requests"][0]["unusable_prompt_tokens"] == 20
     assert "could be used" not in texts[1].text
