@@ -73,6 +73,7 @@ def test_greedy_tokens_are_those_of_transformers(architecture: str, block_size: 
     assert sum(answer.finished.usage.preemptions for answer in answers if answer.finished) > 0
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("architecture", ["Lfm2ForCausalLM", "Qwen3NextForCausalLM"])
 @pytest.mark.parametrize("num_checkpoints", [0, 12])
 def test_turns_of_a_conversation_with_recurrent_state(tmp_path: Path, architecture: str, num_checkpoints: int) -> None:

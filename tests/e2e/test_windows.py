@@ -71,6 +71,7 @@ def test_shared_prefixes_and_drafts(model: str, tmp_path: Path) -> None:
     assert expected - 7 * BLOCK_SIZE <= hits <= expected
 
 
+@pytest.mark.drawn(2)
 @MODELS
 @pytest.mark.parametrize(("host_cache", "remedy"), [("0", "recompute"), ("16MiB", "swap")])
 def test_preemption(model: str, host_cache: str, remedy: str, tmp_path: Path) -> None:
@@ -127,6 +128,7 @@ def _take_turns(served: Served, vocab_size: int) -> list[Answer]:
     return answers
 
 
+@pytest.mark.drawn(1)
 @MODELS
 def test_lost_worker_and_scheduler(model: str, tmp_path: Path) -> None:
     """After `kill -9` of the worker and then of the scheduler, all streams continue with the reference's tokens."""

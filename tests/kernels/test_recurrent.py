@@ -350,6 +350,7 @@ def test_numbers_that_are_not_finite_stay_in_their_row(kernels: Native, value: f
         torch.testing.assert_close(out[1].double(), expected[1], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.every(3)
 def test_a_long_sequence_keeps_its_precision() -> None:
     """After more than 2 to the power of 16 tokens, output and state are those of float64."""
     tokens = (1 << 16) + 3

@@ -258,6 +258,7 @@ def _calls_of_a_plan(num_workers: int, num_waiting: int, rows: int, prompt: int,
     return taken
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("rows", "prompt", "blocks"), [(4, 4, 200), (16, 140, 44)])
 def test_a_plan_costs_no_more_because_other_workers_are_full_too(rows: int, prompt: int, blocks: int) -> None:
     """Whether rows or memory are what lacks, a plan looks at as much with many workers as with a few."""
@@ -316,6 +317,7 @@ def _arrived(stream: int, tenant: str) -> ev.RequestArrived:
     return make_arrival(FRONTEND, stream, tokens=3, max_tokens=1, tenant=tenant)
 
 
+@pytest.mark.every(3)
 def test_workers_that_are_not_due_are_not_looked_at() -> None:
     """Finding the due workers takes time only for them."""
 

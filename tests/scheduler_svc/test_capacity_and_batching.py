@@ -43,6 +43,7 @@ def test_guaranteed_no_evict_never_preempts() -> None:
     assert cluster.core.stats().workers[0].counters.preemptions == 0
 
 
+@pytest.mark.every(3)
 def test_max_utilization_learns_its_headroom() -> None:
     """Under memory pressure admission leaves room to grow: fewer requests are preempted, in fewer steps."""
     steps, preemptions = [0, 0], [0, 0]

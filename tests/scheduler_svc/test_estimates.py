@@ -83,6 +83,7 @@ def test_the_latest_start_leaves_time_for_prompt_and_output() -> None:
     assert forecast.latest_start(both, 10) == pytest.approx(50 - 0.1, abs=0.01)
 
 
+@pytest.mark.every(3)
 def test_an_arrival_costs_the_same_with_many_workers_and_waiting_requests() -> None:
     """Its forecast looks at a few workers, whether 8 or 64 are there, and 10 or 500 requests wait."""
     calls = {}

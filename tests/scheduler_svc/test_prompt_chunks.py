@@ -155,6 +155,7 @@ def test_a_short_prompt_leaves_the_first_request_its_memory_on_an_idle_worker() 
     assert not short.tokens
 
 
+@pytest.mark.every(3)
 def test_plans_cost_the_same_however_many_requests_wait() -> None:
     """The short part looks at a few of the waiting requests only."""
 

@@ -96,6 +96,7 @@ def _message(part: Part, data: bytes, oldest: int) -> JournalPart:
     )
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("seed", range(12))
 def test_a_standby_knows_a_state_of_the_leader(tmp_path: Path, seed: int) -> None:
     """A standby that takes over knows what the leader knew when the standby last had the whole journal, or later.

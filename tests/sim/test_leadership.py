@@ -107,6 +107,7 @@ def _hunt() -> None:
         World(seed).run()
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize(
     ("place", "name", "bug", "promise"),
     [

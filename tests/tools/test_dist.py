@@ -215,6 +215,7 @@ def test_the_server_imports_only_modules_that_it_has(wheels: tuple[Path, Path]) 
     assert sorted(missing) == []
 
 
+@pytest.mark.every(3)
 def test_every_module_of_the_server_can_be_imported(installed: Environment, wheels: tuple[Path, Path]) -> None:
     """Each module finds everything it needs in the installed wheels and their requirements."""
     names = [name for name in _modules(wheels[1]) if not name.endswith("__main__")]

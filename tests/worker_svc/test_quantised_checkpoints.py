@@ -182,6 +182,7 @@ def filled_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.drawn(30)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("level", ["auto", "off"])
 @pytest.mark.parametrize("layout", LAYOUTS)

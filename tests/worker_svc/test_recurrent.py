@@ -253,6 +253,7 @@ def test_a_save_out_of_range_is_refused(checkpoint: Path, row: int, length: int,
         driver.step()
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("seed", range(3))
 def test_drafts_give_the_tokens_of_single_steps(checkpoint: Path, oracle: Oracle, seed: int) -> None:
     """States are rolled back after rejected drafts, also while other rows have none, wait, leave or are in prefill."""

@@ -146,6 +146,7 @@ HARMLESS = {
 """Faults that are none in a family."""
 
 
+@pytest.mark.drawn(12)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_a_fault_in_attention_over_pages_is_found(
