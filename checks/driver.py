@@ -163,6 +163,11 @@ class Driver:
         self.plan.save_lengths += to_column([length])
         self.plan.save_checkpoints += to_column([checkpoint])
 
+    def keep(self, checkpoint: int, place: int) -> None:
+        """Copy the recurrent state of a checkpoint to a place in host memory."""
+        self.plan.kept_checkpoints += to_column([checkpoint])
+        self.plan.kept_places += to_column([place])
+
     def take_block(self) -> int:
         """Take an unused block."""
         return self._free.pop()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from quire_server.gguf_header import GgufTensor
 from shared.config import ConfigError
-from shared.kv_sizes import KV_TYPES, count_blocks, default_checkpoints, kv_bytes_per_token
+from shared.kv_sizes import KV_TYPES, count_blocks, default_checkpoints, default_host_states, kv_bytes_per_token
 from worker_svc.interface.limits import Limits
 from worker_svc.memory.kv_groups import WINDOW_CHUNK, KVGroups, divide
 
@@ -632,6 +632,36 @@ def with_states(
     if checkpoints < 0:
         checkpoints = default_checkpoints(rows, sizes.state_bytes, memory, has_kv=sizes.num_layers > 0)
     return replace(serving, max_rows=rows, num_checkpoints=checkpoints)
+
+
+def host_states(serving: Serving, sizes: ModelSizes, memory: int, host_memory: int) -> int:
+    """Return the number of recurrent states that a worker allocates in host memory.
+
+    Args:
+        serving: worker settings, as from `with_states`.
+        sizes: the model.
+        memory: bytes that states and KV may use on the device.
+        host_memory: bytes of host memory.
+
+    Raises:
+        ConfigError: there is host memory, but too little for one state.
+    """
+    if not sizes.state_bytes or not host_memory:
+        return 0
+    row_blocks = -(-(serving.max_model_len or sizes.max_positions or 1 << 30) // serving.block_size)
+    row_bytes = serving.states_per_row * sizes.state_bytes + row_blocks * block_bytes(sizes, serving)
+    used = min(memory, serving.max_rows * row_bytes + serving.num_checkpoints * sizes.state_bytes)
+    number = default_host_states(
+        serving.max_rows,
+        serving.num_checkpoints,
+        sizes.state_bytes,
+        memory=used,
+        host_memory=host_memory,
+        has_kv=sizes.num_layers > 0,
+    )
+    if not number:
+        raise ConfigError(f"host_cache: {host_memory:,} bytes are too little for recurrent state; raise it, or use 0")
+    return number
 
 
 def fit(card_bytes: int, sizes: ModelSizes, serving: Serving, weights: int, step: int) -> Memory:

@@ -311,6 +311,8 @@ class Decoder:
             save_rows=list(message.save_rows),
             save_lengths=list(message.save_lengths),
             save_checkpoints=list(message.save_checkpoints),
+            kept_checkpoints=list(message.kept_checkpoints),
+            kept_places=list(message.kept_places),
         )
 
     def _disk(self, message: pb.DiskReported) -> ev.DiskReported:

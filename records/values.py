@@ -79,6 +79,9 @@ class PlanDigest:
     """Rows whose recurrent state is saved."""
     save_lengths: list[int]
     save_checkpoints: list[int]
+    kept_checkpoints: list[int]
+    """Checkpoints whose state is copied to host memory."""
+    kept_places: list[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +185,8 @@ def digest(plan: Plan) -> PlanDigest:
         save_rows=_list(plan.save_rows),
         save_lengths=_list(plan.save_lengths),
         save_checkpoints=_list(plan.save_checkpoints),
+        kept_checkpoints=_list(plan.kept_checkpoints),
+        kept_places=_list(plan.kept_places),
     )
 
 

@@ -323,6 +323,7 @@ def _worker_families(workers: list[WorkerStats], model: str) -> Iterator[link_pb
         (names.SWAPPED_IN, lambda w: w.swapped_in_blocks),
         (names.UNUSABLE_TOKENS, lambda w: w.counters.unusable_tokens),
         (names.STATES_EVICTED, lambda w: w.checkpoints.evicted),
+        (names.HOST_STATES_EVICTED, lambda w: w.host_states.evicted),
     )
     multiple: tuple[tuple[names.Metric, Callable[[WorkerStats], dict[str, int]]], ...] = (
         (
@@ -345,6 +346,11 @@ def _worker_families(workers: list[WorkerStats], model: str) -> Iterator[link_pb
         (names.DISK_COPIES, lambda w: {"write": w.disk.written, "read": w.disk.read}),
         (names.DISK_REFUSED, lambda w: dict(w.disk.refused)),
         (names.STATE_CHECKPOINTS, lambda w: {"used": w.checkpoints.used, "total": w.checkpoints.total}),
+        (
+            names.HOST_STATES,
+            lambda w: {"cached": w.host_states.cached, "held": w.host_states.held, "total": w.host_states.total},
+        ),
+        (names.HOST_STATE_COPIES, lambda w: {"save": w.host_states.stored, "restore": w.host_states.loaded}),
         (names.STATE_COPIES, lambda w: {"save": w.checkpoints.saved, "restore": w.checkpoints.restored}),
         (names.SCHEDULED_ROWS, lambda w: {"prefill": w.counters.chunks, "decode": w.counters.decode_rows}),
         (

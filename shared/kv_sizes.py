@@ -89,6 +89,26 @@ def default_checkpoints(rows: int, state_bytes: int, memory: int, *, has_kv: boo
     return max(0, min(2 * rows, share // state_bytes))
 
 
+def default_host_states(
+    rows: int, checkpoints: int, state_bytes: int, *, memory: int, host_memory: int, has_kv: bool
+) -> int:
+    """Return the number of recurrent states in host memory.
+
+    There is one per row, for preempted requests. For cached prefixes, there are as many per byte of host memory as
+    there are checkpoints per byte of the device's memory. All take at most a quarter of the host memory.
+
+    Args:
+        rows: number of rows.
+        checkpoints: number of checkpoints on the device.
+        state_bytes: bytes of a row's state.
+        memory: bytes that the device uses for states and KV.
+        host_memory: bytes of host memory for states and KV.
+        has_kv: whether the model also has keys and values. Otherwise states may take all of the host memory.
+    """
+    share = host_memory // 4 if has_kv else host_memory
+    return min(rows + -(-checkpoints * host_memory // max(1, memory)), share // state_bytes)
+
+
 def count_disk_blocks(disk_bytes: int, bytes_per_block: int) -> int:
     """Return the number of blocks that fit on a disk, each in a file of its own."""
     file_bytes = -(-(DISK_HEADER_BYTES + bytes_per_block) // _PAGE_BYTES) * _PAGE_BYTES

@@ -520,6 +520,22 @@ DISK_COPIES = Metric(
 DISK_REFUSED = Metric(
     "quire.disk_refused_files", _C, "Files of the disk cache that were not used, by reason", ("worker", "reason")
 )
+HOST_STATES = Metric(
+    "quire.host_states",
+    _G,
+    "Places for recurrent states in host memory, by state: cached (of cached prefixes), held (of preempted requests) or"
+    " total",
+    ("worker", "state"),
+)
+HOST_STATE_COPIES = Metric(
+    "quire.host_state_copies",
+    _C,
+    "Recurrent states of cached prefixes copied to host memory, and rows that began with one",
+    ("worker", "direction"),
+)
+HOST_STATES_EVICTED = Metric(
+    "quire.host_states_evicted", _C, "Cached recurrent states in host memory whose place was needed", _WORKER
+)
 STATE_CHECKPOINTS = Metric(
     "quire.state_checkpoints", _G, "Checkpoints of recurrent states, by state: used or total", ("worker", "state")
 )

@@ -1,4 +1,4 @@
-"""Bugs in checkpoints of recurrent states, and in the states of preempted requests in host memory."""
+"""Bugs in checkpoints of recurrent states, and in the states in host memory."""
 
 import dataclasses
 from typing import Any
@@ -15,13 +15,15 @@ from checks.sim.aims import (
     with_host_states,
     with_limits,
     with_little_memory,
+    with_states_in_host_cache,
     with_swaps,
 )
 from checks.sim.faults import Fault
 from checks.sim.scenario import Scenario
+from scheduler_svc.core.interface.arrays import NO_INDICES
 from scheduler_svc.core.memory.host_states import HostStates
 from scheduler_svc.core.memory.state_checkpoints import StateCheckpoints
-from scheduler_svc.core.planning import planner
+from scheduler_svc.core.planning import planner, steady
 from scheduler_svc.core.workers.worker import Worker
 
 
@@ -61,7 +63,7 @@ def slot_saved_twice(patch: pytest.MonkeyPatch) -> None:
 @bug("state.spoilt", aim=both(with_checkpoints(40), with_faults(Fault.SPOILT_ROW)))
 def spoilt_state_is_kept(patch: pytest.MonkeyPatch) -> None:
     """The checkpoints of a failed row stay available."""
-    patch.setattr("scheduler_svc.core.scheduler.distrust_states", lambda checkpoints, failed: None)
+    patch.setattr("scheduler_svc.core.scheduler.distrust_states", lambda checkpoints, swap, failed: None)
 
 
 @bug("state.prefix", "core", aim=both(with_swaps, with_host_states(1)))
@@ -144,3 +146,65 @@ def repeated_tokens_are_not_counted(patch: pytest.MonkeyPatch) -> None:
 def swapped_state_of_a_rejected_draft(patch: pytest.MonkeyPatch) -> None:
     """A request is swapped while its drafts are in flight, or before its state is rolled back."""
     patch.setattr(Worker, "has_present_state", lambda self, row: True)
+
+
+_HOST_CACHE = with_states_in_host_cache(12, 20)
+
+
+@bug("state.prefix", "plan.keep", aim=_HOST_CACHE)
+def state_copied_before_it_is_saved(patch: pytest.MonkeyPatch) -> None:
+    """A plan copies a checkpoint to the host that the same plan saves afterwards."""
+    patch.setattr(StateCheckpoints, "present_slot", StateCheckpoints.slot_of)
+
+
+@bug("state.prefix", aim=_HOST_CACHE)
+def state_in_host_memory_was_not_copied(patch: pytest.MonkeyPatch) -> None:
+    """The table has the states of cached prefixes, but no plan copies them."""
+
+    def without_copies(worker: Worker) -> Any:
+        kept_states(worker)
+        return NO_INDICES, NO_INDICES
+
+    kept_states = planner.kept_states  # type: ignore[attr-defined]
+    for module in (planner, steady):
+        patch.setattr(module, "kept_states", without_copies)
+
+
+@bug("state.prefix", "plan.keep", aim=with_states_in_host_cache(12, 1))
+def cached_state_is_replaced_while_it_is_read(patch: pytest.MonkeyPatch) -> None:
+    """A plan writes a state to the place of a cached one, and a row of the same plan begins with that one."""
+    patch.setattr(HostStates, "_can_evict", lambda self, step: bool(self._cached))
+
+
+@bug("state.prefix", aim=with_states_in_host_cache(12, 3))
+def replaced_state_is_still_found(patch: pytest.MonkeyPatch) -> None:
+    """The place of a cached state in host memory has another state by now."""
+
+    def take(take: Any, self: HostStates, step: int) -> int:
+        cached = dict(self._cached)
+        place: int = take(self, step)
+        for key, each in cached.items():
+            self._cached.setdefault(key, each)
+        return place
+
+    wrap(patch, HostStates, "take", take)
+    patch.setattr(HostStates, "validate", lambda self, held: None)
+
+
+@bug(
+    "state.spoilt",
+    aim=both(
+        with_states_in_host_cache(2, 20),
+        with_faults(Fault.SPOILT_ROW, per_step=0.1),
+        with_limits(max_num_batched_tokens=8),
+    ),
+)
+def spoilt_state_stays_in_host_memory(patch: pytest.MonkeyPatch) -> None:
+    """The cached states in host memory stay available after the failure of a row that may have saved them."""
+    patch.setattr(HostStates, "drop_cached", lambda self: None)
+
+
+@bug("core", aim=both(_HOST_CACHE, with_faults(Fault.SPOILT_ROW, per_step=0.05)))
+def places_of_dropped_states_are_lost(patch: pytest.MonkeyPatch) -> None:
+    """After the failure of a row, the places of the dropped states are never used again."""
+    patch.setattr(HostStates, "drop_cached", lambda self: self._cached.clear())

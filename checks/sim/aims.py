@@ -182,13 +182,23 @@ def with_state(scenario: Scenario) -> Scenario:
 
 
 def with_host_states(number: int) -> Aim:
-    """Return an adaptation to workers whose host memory holds so many recurrent states of preempted requests."""
+    """Return an adaptation to workers whose host memory holds so many recurrent states."""
     return lambda scenario: dataclasses.replace(with_state(scenario), num_host_states=number)
 
 
 def with_checkpoints(number: int) -> Aim:
     """Return an adaptation: repetitive prompts, and workers that save this many recurrent states."""
     return lambda scenario: dataclasses.replace(with_state(with_few_words(scenario)), num_checkpoints=number)
+
+
+def with_states_in_host_cache(num_checkpoints: int, num_host_states: int) -> Aim:
+    """Return an adaptation: cached prefixes with recurrent state move to host memory and come back."""
+    return lambda scenario: dataclasses.replace(
+        with_host_cache(scenario),
+        state_bytes=64,
+        num_checkpoints=num_checkpoints,
+        num_host_states=num_host_states,
+    )
 
 
 def with_windows(window: int, chunk: int = 6, *, num_groups: int = 3) -> Aim:
@@ -619,6 +629,26 @@ AIMS: tuple[tuple[str, Aim], ...] = (
     (
         "checkpoints",
         both(with_checkpoints(40), with_faults(Fault.CRASH, Fault.CANCEL, Fault.FAILED_ROW, Fault.SPOILT_ROW)),
+    ),
+    (
+        "states in the host cache",
+        both(with_states_in_host_cache(40, 30), with_faults(Fault.CRASH, Fault.CANCEL, Fault.DRAIN, per_step=0.01)),
+    ),
+    (
+        "few states in the host cache",
+        both(with_states_in_host_cache(6, 5), with_faults(Fault.CRASH, Fault.CANCEL, per_step=0.01)),
+    ),
+    (
+        "states in a slow host cache, and bad rows",
+        both(
+            with_states_in_host_cache(10, 12),
+            with_slow_copies,
+            with_faults(Fault.FAILED_ROW, Fault.SPOILT_ROW, per_step=0.02),
+        ),
+    ),
+    (
+        "few host blocks with states, and drafts",
+        both(with_states_in_host_cache(12, 12), with_few_host_blocks, with_drafts),
     ),
     ("few checkpoints", both(with_checkpoints(3), with_faults(Fault.CRASH, Fault.CANCEL, per_step=0.02))),
     ("windows", both(with_few_words, with_windows(5), with_faults(Fault.CRASH, Fault.CANCEL, per_step=0.02))),

@@ -147,7 +147,7 @@ class Scenario:
     num_checkpoints: int = 0
     """Number of recurrent states that each worker can save."""
     num_host_states: int = 0
-    """Number of recurrent states of preempted requests that each worker's host memory can hold."""
+    """Number of recurrent states that each worker's host memory can hold."""
     disk: DiskShape = DiskShape()
     copies_overlap: bool = False
     """Whether copies between device and host overlap with steps, as on a GPU."""

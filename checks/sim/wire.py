@@ -355,6 +355,8 @@ def planned(plan: Plan) -> Plan:
         save_rows=_column(sent.save_rows),
         save_lengths=_column(sent.save_lengths),
         save_checkpoints=_column(sent.save_checkpoints),
+        kept_checkpoints=_column(sent.kept_checkpoints),
+        kept_places=_column(sent.kept_places),
         num_decodes=plan.num_decodes,
         num_tokens=plan.num_tokens,
         traced_rows=plan.traced_rows,

@@ -76,6 +76,7 @@ def run(options: Namespace) -> int:
         block_bytes,
         concurrency,
         fit,
+        host_states,
         kv_by_kind,
         kv_bytes,
         kv_formula,
@@ -143,9 +144,9 @@ def run(options: Namespace) -> int:
     if sizes.state_bytes and parse_bytes(options.disk_cache_bytes):
         raise CommandError("--disk-cache-bytes: recurrent state is not copied to disk; remove it")
     agent, groups = _agent(options.agents, longest), kv_groups(sizes, serving)
-    # With recurrent state, host memory has only the KV and states of preempted requests.
-    for_prefixes = 0 if sizes.state_bytes else parse_bytes(options.host_cache)
-    host_blocks = for_prefixes // max(1, bytes_per_block)
+    for_prefixes = parse_bytes(options.host_cache)
+    num_host_states = host_states(serving, sizes, usable - own, for_prefixes)
+    host_blocks = (for_prefixes - num_host_states * sizes.state_bytes) // max(1, bytes_per_block)
     # With windows, this is a lower bound, because prefixes keep only their last windows.
     host_tokens = host_blocks // (1 if groups is None else groups.num_groups) * serving.block_size
     disk_tokens = parse_bytes(options.disk_cache_bytes) // max(1, bytes_per_block) * serving.block_size
@@ -157,7 +158,10 @@ def run(options: Namespace) -> int:
         tiers = (memory.num_blocks, with_host, with_host + disk_tokens // serving.block_size)
         sessions = [num_sessions(blocks, serving, agent, options.shared_prefix, groups) for blocks in tiers]
         if sizes.state_bytes:
-            sessions = [min(count, sessions_with_states(serving)) for count in sessions]
+            on_device = sessions_with_states(serving)
+            # A session that pauses needs only its newest state.
+            most = (on_device, on_device + num_host_states, on_device + num_host_states)
+            sessions = [min(count, limit) for count, limit in zip(sessions, most, strict=True)]
     rows = [
         concurrency(memory, sizes, serving, context=context, output=options.output, shared_prefix=options.shared_prefix)
         for context in _contexts(options, longest)
@@ -171,6 +175,7 @@ def run(options: Namespace) -> int:
         "bytes_per_block": bytes_per_block,
         "per_card": dataclasses.asdict(memory),
         "host_cache_tokens": host_tokens,
+        "host_cache_states": num_host_states,
         "disk_cache_tokens": disk_tokens,
         "max_concurrent": {str(row.context): row.complete for row in rows},
         "lengths": [dataclasses.asdict(row) for row in rows],
@@ -179,7 +184,7 @@ def run(options: Namespace) -> int:
         result["sessions"] = {"device": sessions[0], "with_host": sessions[1], "with_disk": sessions[2]}
     if options.json is not None:
         options.json.write_text(json.dumps(result, indent=2) + "\n", "utf-8")
-    print(_page(sizes, serving, memory, weights, rows, options, host_tokens, disk_tokens))
+    print(_page(sizes, serving, memory, weights, rows, options, (num_host_states, host_tokens), disk_tokens))
     if sessions is not None and agent is not None:
         print(_sessions_text(agent, *sessions))
         if sizes.state_bytes and sessions[0] == sessions_with_states(serving):
@@ -302,10 +307,10 @@ def _page(
     weights: int,
     rows: "list[Concurrency]",
     options: Namespace,
-    host_tokens: int,
+    on_host: tuple[int, int],
     disk_tokens: int,
 ) -> str:
-    """Return the result in plain words."""
+    """Return the result in plain words; `on_host` has the numbers of recurrent states and of tokens there."""
     from quire_server.capacity import kv_bytes, kv_formula, kv_groups
 
     per_token = kv_bytes(sizes, serving.kv_type)
@@ -348,6 +353,7 @@ def _page(
         lines += [f"Weights        {size_text(weights)} besides the KV cache"]
         held = f"{tokens:,} tokens" if groups is None else f"for {groups.num_groups} block tables per request"
         lines += [f"KV cache       {memory.num_blocks:,} blocks of {serving.block_size} tokens: {held}"]
+    num_host_states, host_tokens = on_host
     if host_tokens:
         num_groups, least = (1, "") if groups is None else (groups.num_groups, "at least ")
         factor = 1 + host_tokens / max(1, memory.num_blocks // num_groups * serving.block_size)
@@ -355,8 +361,10 @@ def _page(
             f"Host memory of {options.host_cache} holds cached prefixes of {least}{host_tokens:,} tokens more: together"
             f" {factor:.1f} times as many as the KV cache."
         )
-    elif sizes.state_bytes and options.host_cache != "0":
-        lines.append(f"Host memory of {options.host_cache} holds the KV and states of preempted requests only.")
+        if num_host_states:
+            lines.append(
+                f"It also holds {num_host_states:,} recurrent states, of these prefixes and preempted requests."
+            )
     if options.speculation == "draft":
         lines.append("The weights and the KV of the draft model are not counted.")
     if disk_tokens:

@@ -18,7 +18,8 @@ of them equal the row's next tokens. The KV of a rejected draft is invalid, and 
 With `state_bytes`, a row also has a recurrent state, which is a value for the sequence up to its newest computed token.
 Each token of a row reads and replaces this state. The state remains in the slot when the request leaves the row. With
 `num_checkpoints`, plans save states to checkpoints, and rows begin with the state of a checkpoint. A row that begins
-with computed tokens needs a checkpoint. With `num_host_states`, the state of a row that leaves is saved to host memory.
+with computed tokens needs a checkpoint. With `num_host_states`, the states of rows that leave are saved to host memory,
+and those of checkpoints are copied there. A plan makes these copies before it reads or saves any other state.
 After drafts were rejected, a row has no state that can be saved until its next step. The state of a decode row may be
 saved later: at the beginning of the step in which the row has the given number of tokens. Its drafts end there.
 
@@ -277,6 +278,7 @@ class ModelWorker:
         self.last_step = plan.step
         self._save_due()
         self._save_to_host(plan)
+        self._keep_states(plan)
         for index in plan.leaves.tolist():
             self._leave(index)
         host = self.num_blocks
@@ -702,6 +704,19 @@ class ModelWorker:
                 # A decode row with a fault fails in its next step. Before that step, its state is valid.
                 row = self.rows[index]
                 self._save(index, num_tokens, place, is_valid=row.failed_at is None)
+
+    def _keep_states(self, plan: Plan) -> None:
+        """Copy the states of checkpoints to host memory."""
+        checkpoints, places = plan.kept_checkpoints.tolist(), plan.kept_places.tolist()
+        is_host = [self.num_checkpoints <= each < self.num_checkpoints + self.num_host_states for each in places]
+        written = [*places, *(each for each in plan.save_checkpoints.tolist() if each >= self.num_checkpoints)]
+        if len(checkpoints) != len(places) or not all(is_host) or len(set(written)) < len(written):
+            raise ViolationError("plan.keep", f"the states of checkpoints {checkpoints} are copied to {places}")
+        for checkpoint, place in zip(checkpoints, places, strict=True):
+            found = self._checkpoints.get(checkpoint)
+            if found is None or not 0 <= checkpoint < self.num_checkpoints:
+                raise ViolationError("plan.keep", f"checkpoint {checkpoint}, which was never saved, is copied")
+            self._checkpoints[place] = found
 
     def _check_saves(self, plan: Plan, computed: dict[int, tuple[int, int]]) -> list[tuple[int, int, int]]:
         """Return the plan's saves to checkpoints as (row, number of tokens, checkpoint).

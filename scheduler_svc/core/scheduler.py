@@ -621,7 +621,7 @@ class Scheduler:
         worker.pool.cache.doubt(verdict.in_doubt)
         worker.pool.distrust(verdict.invalid)
         if worker.checkpoints is not None:
-            distrust_states(worker.checkpoints, settled.failed)
+            distrust_states(worker.checkpoints, worker.swap, settled.failed)
         if worker.windows is not None:
             distrust_windows(worker, settled.failed)
         if len(verdict.invalid) or len(verdict.in_doubt):

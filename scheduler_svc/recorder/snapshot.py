@@ -45,6 +45,7 @@ _PEERS = {
 _ROW_NUMBERS = {("SteadyRows", "column")}
 _KEYS = {
     ("HostKeys", "_blocks"), ("HostKeys", "_keys"), ("HostKeys", "_roots"),
+    ("HostKeys", "_previous"), ("HostKeys", "_num_after"), ("HostStates", "_cached"),
     ("BlockEntry", ""), ("DiskBlock", ""), ("DiskSpace", "_unwritten"), ("DiskSpace", "_writing"),
     ("DiskSpace", "_reading"), ("DiskSpace", "_awaited"), ("_Node", "root"),
     ("_Node", "keys"), ("_Node", "children"), ("PrefixCache", "_next_keys"), ("PrefixCache", "_pending"),

@@ -123,6 +123,9 @@ def write_plan(message: pb.Plan, plan: Plan, worker: WorkerState, number_of: Cal
         message.save_rows.extend(plan.save_rows.tolist())
         message.save_lengths.extend(plan.save_lengths.tolist())
         message.save_checkpoints.extend(plan.save_checkpoints.tolist())
+    if len(plan.kept_checkpoints):
+        message.kept_checkpoints.extend(plan.kept_checkpoints.tolist())
+        message.kept_places.extend(plan.kept_places.tolist())
 
 
 def write_answer(

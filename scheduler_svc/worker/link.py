@@ -142,6 +142,8 @@ def encode_plan(
     if len(plan.save_rows):
         message.save_rows, message.save_lengths = to_column(plan.save_rows), to_column(plan.save_lengths)
         message.save_checkpoints = to_column(plan.save_checkpoints)
+    if len(plan.kept_checkpoints):
+        message.kept_checkpoints, message.kept_places = to_column(plan.kept_checkpoints), to_column(plan.kept_places)
     if plan.swap_outs or plan.swap_ins:
         message.swap_out_blocks, message.swap_out_host_blocks = map(to_column, joined(plan.swap_outs))
         message.swap_in_host_blocks, message.swap_in_blocks = map(to_column, joined(plan.swap_ins))

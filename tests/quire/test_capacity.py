@@ -212,13 +212,14 @@ def test_sessions_of_agents_fit_in_both_tiers(tmp_path: Path, capsys: pytest.Cap
     assert main(["capacity", *flags[:-3], "--agents=2,128"]) != 0
 
 
-def test_host_memory_holds_no_prefixes_of_a_model_with_recurrent_state(capsys: pytest.CaptureFixture[str]) -> None:
-    """Host memory holds only KV and states of preempted requests, so it adds no sessions. A disk cache is refused."""
+def test_host_memory_holds_prefixes_of_a_model_with_recurrent_state(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each session needs a state, on the device or in host memory. A disk cache is refused."""
     flags = [f"--params={_RECURRENT}", "--gpu-memory=80GB", "--agents=2,128,64", "--host-cache=64GiB"]
     assert main(["capacity", *flags]) == 0
     out = capsys.readouterr().out
-    assert "holds the KV and states of preempted requests only" in out
-    assert "with host memory" not in out
+    assert "140 checkpoints" in out
+    assert "It also holds 171 recurrent states" in out  # A quarter of the host memory.
+    assert "140 sessions at a time keep their KV, 311 with host memory" in out
 
     assert main(["capacity", *flags, "--disk-cache-bytes=1TB"]) != 0
     assert "--disk-cache-bytes: recurrent state is not copied to disk" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.arrays import IndexArray
 from scheduler_svc.core.interface.records import WaitReason
 from scheduler_svc.core.memory.block_pool import BlockPool
-from scheduler_svc.core.memory.host_keys import BlockEntry, HostKeys
+from scheduler_svc.core.memory.host_keys import BlockEntry, CachedBlock, HostKeys
 from scheduler_svc.core.memory.prefix_directory import PrefixDirectory
 from scheduler_svc.core.memory.swapping import SwapSpace
 from scheduler_svc.core.planning.steady import plan_steady
@@ -97,7 +97,8 @@ def _space(num_blocks: int) -> SwapSpace:
 
 def _store(space: SwapSpace, *numbers: int, step: int = 1) -> IndexArray:
     """Move device blocks with these keys to the host in `step`; return the host blocks."""
-    return space.store(_blocks(*numbers), _entries(*numbers), last_step=step, answered_step=step - 1).targets
+    cached = [CachedBlock(number, entry, None) for number, entry in zip(numbers, _entries(*numbers), strict=True)]
+    return space.store(cached, last_step=step, answered_step=step - 1).targets
 
 
 def test_a_host_block_is_evicted_only_after_the_copy_to_it() -> None:
@@ -189,7 +190,7 @@ def test_the_chance_of_return_is_learned() -> None:
     """It falls with each block that leaves the host unused, rises with each that returns, and slowly without news."""
     space = _space(256)
     for step in range(1, 401):
-        space.store(_blocks(step), _entries(step), last_step=step, answered_step=step - 1)
+        _store(space, step, step=step)
         space.pool.step_answered(step)
     unused = space.return_chance
     assert unused < 0.2

@@ -76,6 +76,7 @@ def test_states_and_checkpoints_replay(seed: int, tmp_path: Path) -> None:
     assert sum(outcome.plans for outcome in outcomes) == result.num_plans
     plans = [entry.what.plan for entry in entries(read(tmp_path)) if isinstance(entry.what, PlanAsked)]
     assert any(plan.save_rows for plan in plans if plan is not None)
+    assert any(plan.kept_places for plan in plans if plan is not None)
     assert any(each.checkpoint is not None for plan in plans if plan is not None for each in plan.admissions)
 
 

@@ -306,8 +306,8 @@ def test_window_blocks_do_not_count_as_full_blocks() -> None:
     attached = taken[windows.is_attached(taken)]
     assert len(attached)
     assert cache.holds[attached].all()
-    assert all(len(entry.key) > KEY_BYTES for _, entry in cache.entries(attached))
-    assert all(len(entry.key) == KEY_BYTES for _, entry in cache.entries(chain))
+    assert all(len(each.entry.key) > KEY_BYTES for each in cache.entries(attached))
+    assert all(len(each.entry.key) == KEY_BYTES for each in cache.entries(chain))
     assert len(cache.entries(attached)) == len(attached)
 
 

@@ -156,8 +156,8 @@ def test_only_the_last_tail_of_a_run_moves() -> None:
         for place in range(SIZES.tail)
         for table in range(2)
     }
-    assert {block: entry.key for block, entry in cache.entries(attached)} == expected
-    assert not any(entry.is_first for _, entry in cache.entries(attached))
+    assert {each.block: each.entry.key for each in cache.entries(attached)} == expected
+    assert not any(each.entry.is_first for each in cache.entries(attached))
 
     cache.publish(keys[: 10 * KEY_BYTES] + bytes(KEY_BYTES), np.append(chain[:10], 90))
     assert len(cache.entries(attached)) == 2 * TAIL, "a fork makes the earlier tail useful"

@@ -123,9 +123,10 @@ def test_windows_count_with_their_newest_tokens(tmp_path: Path, capsys: pytest.C
 
 @pytest.mark.parametrize(("speculation", "checkpoints"), [("off", -1), ("ngram", -1), ("off", 5)])
 def test_states_of_rows_with_drafts(speculation: str, checkpoints: int, tmp_path: Path) -> None:
-    """With drafts, a row has two states: rows, checkpoints and blocks equal those of a worker."""
+    """With drafts, a row has two states: rows, checkpoints, blocks and states on the host equal those of a worker."""
     folder = make_checkpoint("Lfm2ForCausalLM", tmp_path / "model")
-    engine = make_engine(folder, kv_cache_memory="2MiB", speculation=speculation, state_checkpoints=checkpoints)
+    settings: dict[str, Any] = {"speculation": speculation, "state_checkpoints": checkpoints, "host_cache": "1MiB"}
+    engine = make_engine(folder, kv_cache_memory="2MiB", **settings)
     shape = vars(engine)["_model"].kv_shapes
     config = json.loads((folder / "config.json").read_text())
     sizes = f"layers={len(shape)},kv_heads={shape[0].num_kv_heads},head_dim={shape[0].head_dim},parameters=1e6"
@@ -133,14 +134,16 @@ def test_states_of_rows_with_drafts(speculation: str, checkpoints: int, tmp_path
 
     out = tmp_path / "capacity.json"
     flags = ("--kv-cache-memory=2MiB", f"--speculation={speculation}", "--dtype=float32", "--context=64", "--output=8")
-    states = f"--state-checkpoints={checkpoints}"
-    assert main(["capacity", "--params", sizes, "--json", str(out), *flags, states]) == 0
+    others = (f"--state-checkpoints={checkpoints}", "--host-cache=1MiB")
+    assert main(["capacity", "--params", sizes, "--json", str(out), *flags, *others]) == 0
     found = json.loads(out.read_text())
     card = found["per_card"]
     assert tuple(found["kv_by_kind"]) == engine.limits.cache_kinds == ("full", "state")
     limits, states_per_row = engine.limits, 1 if speculation == "off" else 2
     assert card["state"] == (limits.max_rows * states_per_row + limits.num_checkpoints) * limits.state_bytes
     assert card["num_blocks"] == limits.num_blocks
+    assert found["host_cache_states"] == limits.num_host_states > limits.max_rows
+    assert found["host_cache_tokens"] == limits.num_host_blocks * limits.block_size
 
 
 @pytest.mark.parametrize(

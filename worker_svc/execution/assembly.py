@@ -10,7 +10,7 @@ from opentelemetry.trace import Tracer
 from shared.config import ConfigError, WorkerConfig, parse_bytes
 from shared.frames import MAX_STEP_TOKENS
 from shared.grammars import GrammarError, GrammarTokenizer
-from shared.kv_sizes import count_blocks, count_disk_blocks, default_checkpoints
+from shared.kv_sizes import count_blocks, count_disk_blocks, default_checkpoints, default_host_states
 from shared.logging import get_logger
 from shared.model_path import draft_of
 from worker_svc.device.accelerator import Accelerator
@@ -66,8 +66,7 @@ def build_engine(
     num_checkpoints = num_host_states = 0
     if model.state_bytes:
         _check_recurrent(config)
-        max_rows, num_checkpoints = _count_states(config, model, max_rows, device)
-        num_host_states = _count_host_states(config, model, max_rows)
+        max_rows, num_checkpoints, num_host_states = _count_states(config, model, description, max_rows, device)
         rolls_back = _states_per_row(config) > 1
         model.allocate_states(StateCounts(max_rows, num_checkpoints, num_host_states, rolls_back))
     max_tokens = config.max_num_batched_tokens or default_tokens(gpu, num_weights, max_rows)
@@ -249,8 +248,10 @@ def _check_recurrent(config: WorkerConfig) -> None:
         )
 
 
-def _count_states(config: WorkerConfig, model: Model, max_rows: int, device: torch.device) -> tuple[int, int]:
-    """Return the number of rows whose recurrent states fit into memory, and the number of checkpoints.
+def _count_states(
+    config: WorkerConfig, model: Model, description: ModelDescription, max_rows: int, device: torch.device
+) -> tuple[int, int, int]:
+    """Return the numbers of rows whose recurrent states fit into memory, of checkpoints, and of states on the host.
 
     The default number of rows is reduced until their states take at most half of the memory for KV.
 
@@ -261,8 +262,9 @@ def _count_states(config: WorkerConfig, model: Model, max_rows: int, device: tor
         setting, memory = "kv_cache_memory", parse_bytes(config.kv_cache_memory)
     else:
         setting = "gpu_memory_utilization"
-        total = torch.cuda.mem_get_info(device)[1]
-        memory = int(total * config.gpu_memory_utilization) - torch.cuda.memory_allocated(device)
+        installed = torch.cuda.mem_get_info(device)[1]
+        memory = int(installed * config.gpu_memory_utilization) - torch.cuda.memory_allocated(device)
+    total = memory
     share = memory if config.max_num_seqs or not model.kv_shapes else memory // 2
     state_bytes = model.state_bytes * _states_per_row(config)
     fitting, least = share // state_bytes, config.max_num_seqs or 1
@@ -282,14 +284,19 @@ def _count_states(config: WorkerConfig, model: Model, max_rows: int, device: tor
             f"state_checkpoints: {checkpoints} take {checkpoints * model.state_bytes:,} bytes, but"
             f" {setting} leaves {max(0, left):,} beside the states of {_rows(rows)}; lower one of them"
         )
+    row_blocks = -(-description.max_model_len // config.block_size)
+    row_bytes = row_blocks * block_bytes(model.kv_shapes, config.block_size, description.kv_dtype)
+    used = min(total, rows * (state_bytes + row_bytes) + checkpoints * model.state_bytes)
+    host_states = _count_host_states(config, model, rows, checkpoints, used)
     get_logger().info(
         "rows have recurrent state",
         state_bytes=model.state_bytes,
         rows=rows,
         checkpoints=checkpoints,
+        host_states=host_states,
         setting=setting,
     )
-    return rows, checkpoints
+    return rows, checkpoints, host_states
 
 
 def _states_per_row(config: WorkerConfig) -> int:
@@ -297,22 +304,30 @@ def _states_per_row(config: WorkerConfig) -> int:
     return 1 if config.speculation == "off" else 2
 
 
-def _count_host_states(config: WorkerConfig, model: Model, max_rows: int) -> int:
-    """Return the number of states of preempted requests in host memory: one per row, in at most a quarter of it.
+def _count_host_states(config: WorkerConfig, model: Model, rows: int, checkpoints: int, memory: int) -> int:
+    """Return the number of states in host memory; see `default_host_states`.
 
-    A model without keys and values uses all of it.
+    Args:
+        config: the worker's configuration.
+        model: the model.
+        rows: number of rows.
+        checkpoints: number of checkpoints.
+        memory: bytes that the device uses for states and KV.
 
     Raises:
         ConfigError: there is host memory, but too little for one state.
     """
-    memory = parse_bytes(config.host_cache)
-    share = memory // 4 if model.kv_shapes else memory
-    if memory and share < model.state_bytes:
+    host_memory, has_kv = parse_bytes(config.host_cache), bool(model.kv_shapes)
+    number = default_host_states(
+        rows, checkpoints, model.state_bytes, memory=memory, host_memory=host_memory, has_kv=has_kv
+    )
+    if host_memory and not number:
+        share = host_memory // 4 if has_kv else host_memory
         raise ConfigError(
             f"host_cache: {config.host_cache} has {share:,} bytes for recurrent state, but that of one row takes"
             f" {model.state_bytes:,}; raise it, or use 0"
         )
-    return min(max_rows, share // model.state_bytes)
+    return number
 
 
 def _rows(number: int) -> str:

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -36,14 +37,14 @@ from worker_svc.execution.tracing import Tracing
 from worker_svc.interface.arrays import NO_IDS, NO_ROWS, Int32Array, IntArray
 from worker_svc.interface.errors import PlanError
 from worker_svc.interface.limits import Limits
-from worker_svc.interface.plan import Plan
+from worker_svc.interface.plan import Plan, StateSaves
 from worker_svc.interface.result import FailureKind, RowFailure, StepResult, StepTimings
 from worker_svc.memory.block_copies import make_copies
 from worker_svc.memory.disk_tier import HostBytes
 from worker_svc.memory.kv_groups import KVGroups
 from worker_svc.memory.swap import Copies, HostPool
 from worker_svc.model.base import KVCache, Model
-from worker_svc.model.recurrent import StateSave
+from worker_svc.model.recurrent import RowStates, StateSave
 from worker_svc.model.step_graphs import Shape, StepGraphs, captured
 from worker_svc.outputs import pooling
 from worker_svc.outputs.grammars import GrammarStore
@@ -213,7 +214,7 @@ class Engine:
         left = self._rows.leave(plan)
         self._tracing.rows_left(left, self._rows.num_computed, began_unix_ns)
         swapped_out = self._host_pool.swap_out(plan)
-        self._save_to_host(plan)
+        swapped_out += (self._copy_to_host(plan),)
         if self._model.states is not None:
             for row in left.tolist():
                 self._model.states.leave(row)
@@ -221,7 +222,8 @@ class Engine:
             make_copies(plan.block_copies, self._pool)
         self._rows.change(plan)
         swapped_in = self._host_pool.swap_in(plan)
-        saves = self._copy_states(plan)
+        swapped_in += (self._restore_states(plan),)
+        saves = self._save_states(plan)
         self._tracing.rows_admitted(plan, began_unix_ns)
         failed_rows = self._rows.failed_rows()
         drafts = None
@@ -349,16 +351,35 @@ class Engine:
         for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
             states.roll_back(row, list(self._rows.known_tokens(row)[-count - 1 : -1]))
 
-    def _save_to_host(self, plan: Plan) -> None:
-        """Save the states of rows that leave to host memory.
+    def _copy_to_host(self, plan: Plan) -> Copies:
+        """Copy states to host memory: those of rows that leave, and those of checkpoints.
 
         Raises:
             PlanError: a row has another number of computed tokens, and has not failed.
         """
-        states = self._model.states
-        if plan.host_saves is None or states is None:
-            return
-        for row, length, place in zip(*map(np.ndarray.tolist, plan.host_saves.columns), strict=True):
+        states, kept = self._model.states, plan.kept_states
+        if states is None or (plan.host_saves is None and kept is None):
+            return Copies()
+        began_ns = time.perf_counter_ns()
+        if plan.host_saves is not None:
+            self._save_to_host(states, plan.host_saves)
+        if kept is not None:
+            for checkpoint, place in zip(kept.checkpoints.tolist(), kept.places.tolist(), strict=True):
+                states.keep(checkpoint, place)
+        num_states = sum(len(each.checkpoints) for each in (plan.host_saves, kept) if each is not None)
+        return self._states_copied(num_states, began_ns)
+
+    def _states_copied(self, num_states: int, began_ns: int) -> Copies:
+        """Return the copies of so many states between device and host, which are measured on a CPU only."""
+        if self._accelerator is not None:
+            return Copies()
+        elapsed_ns = time.perf_counter_ns() - began_ns
+        num_blocks = num_states * self.limits.state_blocks
+        return Copies(num_blocks, elapsed_ns=lambda: elapsed_ns, delay_ns=lambda: elapsed_ns)
+
+    def _save_to_host(self, states: RowStates, saves: StateSaves) -> None:
+        """Save the states of rows that leave to host memory; see `_copy_to_host`."""
+        for row, length, place in zip(*map(np.ndarray.tolist, saves.columns), strict=True):
             num_computed = int(self._rows.num_computed[row])
             if num_computed == length:
                 states.save(StateSave(row, length, place))
@@ -368,19 +389,34 @@ class Engine:
             else:
                 raise PlanError(f"save: row {row} has {num_computed} computed tokens, not {length}")
 
-    def _copy_states(self, plan: Plan) -> tuple[StateSave, ...]:
-        """Restore the states of admitted rows, and save present states; return the saves within the step.
+    def _restore_states(self, plan: Plan) -> Copies:
+        """Restore the states of admitted rows; return the copies from host memory."""
+        states, first = self._model.states, self.limits.num_checkpoints
+        if states is None:
+            return Copies()
+        on_host = []
+        for admission in plan.admissions:
+            if admission.checkpoint is not None:
+                restore = partial(states.restore, admission.row, admission.num_computed_tokens, admission.checkpoint)
+                if admission.checkpoint >= first:
+                    on_host.append(restore)
+                else:
+                    restore()
+        if not on_host:
+            return Copies()
+        began_ns = time.perf_counter_ns()
+        for restore in on_host:
+            restore()
+        return self._states_copied(len(on_host), began_ns)
+
+    def _save_states(self, plan: Plan) -> tuple[StateSave, ...]:
+        """Save present states to checkpoints; return the saves within the step.
 
         Raises:
             PlanError: a row is beyond the state to save.
         """
         states = self._model.states
-        if states is None:
-            return ()
-        for admission in plan.admissions:
-            if admission.checkpoint is not None:
-                states.restore(admission.row, admission.num_computed_tokens, admission.checkpoint)
-        if plan.state_saves is None:
+        if states is None or plan.state_saves is None:
             return ()
         later, chunk_rows = [], set(plan.chunk_rows.tolist())
         for row, length, checkpoint in zip(*map(np.ndarray.tolist, plan.state_saves.columns), strict=True):

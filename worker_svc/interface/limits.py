@@ -33,7 +33,12 @@ class Limits:
     num_checkpoints: int = 0
     """Number of checkpoints of recurrent states."""
     num_host_states: int = 0
-    """Number of recurrent states of preempted requests in host memory, numbered after the checkpoints."""
+    """Number of recurrent states in host memory, numbered after the checkpoints."""
+
+    @property
+    def state_blocks(self) -> int:
+        """Number of blocks as which the copy of a recurrent state counts: those of the same size."""
+        return -(-self.state_bytes // self.block_bytes) if self.block_bytes else min(1, self.state_bytes)
 
     @property
     def max_blocks_per_row(self) -> int:

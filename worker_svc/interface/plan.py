@@ -127,6 +127,14 @@ class StateSaves:
         return self.rows, self.lengths, self.checkpoints
 
 
+@dataclass(frozen=True, slots=True)
+class StateCopies:
+    """Recurrent states to copy from checkpoints to places in host memory; not empty. The places are distinct."""
+
+    checkpoints: IntArray
+    places: IntArray
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """One step of work. In every column except `append_rows`, the rows are distinct and in range."""
@@ -162,3 +170,5 @@ class Plan:
     """Saves to checkpoints, before or within the forward pass."""
     host_saves: StateSaves | None = None
     """Saves of rows that leave to host memory, before the rest of the plan."""
+    kept_states: StateCopies | None = None
+    """Copies of checkpoints to host memory, before the rest of the plan."""

@@ -27,6 +27,7 @@ from worker_svc.interface.plan import (
     Pooling,
     Rules,
     SamplingParams,
+    StateCopies,
     StateSaves,
 )
 
@@ -46,6 +47,7 @@ def decode_plan(message: plan_pb2.Plan, limits: Limits) -> Plan:
         draft_rows, draft_limits = _draft_limits(message, limits)
         leaves = _rows(message.leaves, "leave", limits)
         state_saves, host_saves = _state_saves(message, leaves, limits)
+        kept_states = _kept_states(message, host_saves, limits)
         return Plan(
             step=message.step,
             leaves=leaves,
@@ -66,6 +68,7 @@ def decode_plan(message: plan_pb2.Plan, limits: Limits) -> Plan:
             draft_limits=draft_limits,
             state_saves=state_saves,
             host_saves=host_saves,
+            kept_states=kept_states,
         )
     except MalformedColumnError as error:
         raise PlanError(str(error)) from None
@@ -248,6 +251,22 @@ def _state_saves(
         StateSaves(*(column[part] for column in columns)) if part.any() else None for part in (~on_host, on_host)
     )
     return to_checkpoints, to_host
+
+
+def _kept_states(message: plan_pb2.Plan, host_saves: StateSaves | None, limits: Limits) -> StateCopies | None:
+    """Return the copies of checkpoints to host memory; `host_saves` as from `_state_saves`."""
+    if not (message.kept_checkpoints or message.kept_places):
+        return None
+    checkpoints, places = (
+        column.astype(np.int64) for column in from_columns(message.kept_checkpoints, message.kept_places)
+    )
+    first, end = limits.num_checkpoints, limits.num_checkpoints + limits.num_host_states
+    if int(checkpoints.min()) < 0 or int(checkpoints.max()) >= first:
+        raise PlanError(f"keep: a checkpoint is outside [0, {first})")
+    written = places if host_saves is None else np.concatenate((places, host_saves.checkpoints))
+    if int(places.min()) < first or int(places.max()) >= end or len(np.unique(written)) < len(written):
+        raise PlanError(f"keep: a place is outside [{first}, {end}), or occurs twice")
+    return StateCopies(checkpoints, places)
 
 
 def _admission(message: plan_pb2.Admission, limits: Limits) -> Admission:

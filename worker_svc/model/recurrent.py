@@ -7,7 +7,7 @@ module checks it: it remembers up to which token the state of each row is comput
 
 Checkpoints are copies of states. The scheduler decides when the state of a row is saved to a checkpoint, and which rows
 begin with the state of a checkpoint instead of an empty one. The states of preempted requests are saved to host memory
-in the same way. Their places are numbered after the checkpoints.
+in the same way, and checkpoints are copied there. The places in host memory are numbered after the checkpoints.
 
 A step with drafts computes the states of all drafts in place. Therefore it first copies the states of its rows
 (`back_up`). If a draft is rejected, `roll_back` restores the copy. The row's next step then begins with the accepted
@@ -72,7 +72,7 @@ class StateCounts:
     rows: int
     checkpoints: int = 0
     host_states: int = 0
-    """States of preempted requests in host memory."""
+    """States in host memory."""
     rolls_back: bool = False
     """Whether each row has a copy of its state for steps with drafts."""
 
@@ -209,6 +209,11 @@ class RowStates:
         """
         self._due.pop(save.checkpoint, None)
         self._copy(save.row, self._num_rows + save.checkpoint, save.length)
+
+    def keep(self, checkpoint: int, place: int) -> None:
+        """Copy a checkpoint to a place in host memory."""
+        source = self._num_rows + checkpoint
+        self._copy(source, self._num_rows + place, self._ends[source])
 
     def forget(self, checkpoint: int) -> None:
         """Mark the state in a checkpoint or in host memory as invalid."""

@@ -64,18 +64,26 @@ class PrefixesAreShared(Promise):
         copies = scenario.shares_prefixes and not has_boundaries and self.config.prefix_cache == "radix"
         if len(plan.copy_sources) and not copies:
             raise ViolationError("prefix.copy", f"blocks are copied under {self.config.prefix_cache}")
+        if len(plan.kept_checkpoints):
+            self.seen(Limit.STATE_KEPT)
+            if np.isin(plan.kept_checkpoints, plan.save_checkpoints).any():
+                self.seen(Limit.REPLACED_STATE_KEPT)
 
     def admitted(self, stream: Stream, admission: RowAdmission, plan: Plan, epoch: Epoch) -> None:
         num_cached, row = admission.num_computed_tokens, epoch.model.rows[admission.row]
+        scenario = self.world.scenario
         if not num_cached:
             return
         if stream.demand.scored and not plan.swap_ins:
             raise ViolationError("prefix.whole", f"{num_cached} cached tokens", stream.name)
         self.seen(Limit.SHARED)
-        if not self.world.scenario.shares_prefixes and not plan.swap_ins:
+        if not scenario.shares_prefixes and not plan.swap_ins:
             raise ViolationError("prefix.off", f"{num_cached} cached tokens", stream.name)
         if admission.checkpoint is not None:
             self.seen(Limit.RESTORED)
+            # A swapped request continues at its newest token, which is usually not at a block boundary.
+            if admission.checkpoint >= scenario.num_checkpoints and not num_cached % epoch.model.block_size:
+                self.seen(Limit.STATE_FOUND_ON_HOST)
         # A copy may span a whole block, because a request that was waiting during a model change has keys of the
         # previous model.
         num_blocks = -(-num_cached // epoch.model.block_size)

@@ -47,7 +47,7 @@ class RowAdmission:
     num_loaded_tokens: int = 0
     """Number of these tokens that were read from disk before."""
     num_unusable_tokens: int = 0
-    """Number of tokens after these whose KV is cached on the device, but after which the row cannot begin."""
+    """Number of tokens after these whose KV is cached, but after which the row cannot begin."""
     blocks: IndexArray
     """Block table of the first KV group, `[num_blocks]`."""
     windows: WindowTables | None = None
@@ -98,6 +98,10 @@ class Plan:
     """Number of tokens of each saved state, from the row's computed tokens before this step to those after it."""
     save_checkpoints: IndexArray = field(default_factory=lambda: NO_INDICES)
     """Checkpoints that the states are saved to; distinct."""
+    kept_checkpoints: IndexArray = field(default_factory=lambda: NO_INDICES)
+    """Checkpoints whose state is copied to host memory, with the swap-outs."""
+    kept_places: IndexArray = field(default_factory=lambda: NO_INDICES)
+    """Places in host memory that they are copied to; distinct, and different from those of `save_checkpoints`."""
     num_decodes: int
     """Number of decode rows in the step."""
     num_tokens: int

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from scheduler_svc.core.interface.records import EndReason
 from scheduler_svc.core.lifecycle.states import WAITING
 from scheduler_svc.core.memory.disk_space import DiskSpace
+from scheduler_svc.core.memory.host_states import HostStates
 from scheduler_svc.core.memory.state_checkpoints import StateCheckpoints
 from scheduler_svc.core.queueing.forecast import Forecast
 from scheduler_svc.core.queueing.session_gate import GateCounters
@@ -23,6 +24,17 @@ class CheckpointStats(NamedTuple):
     used: int = 0
     saved: int = 0
     restored: int = 0
+    evicted: int = 0
+
+
+class HostStateStats(NamedTuple):
+    """Recurrent states in a worker's host memory; all 0 for a model without such states."""
+
+    total: int = 0
+    cached: int = 0
+    held: int = 0
+    stored: int = 0
+    loaded: int = 0
     evicted: int = 0
 
 
@@ -73,6 +85,7 @@ class WorkerStats:
     """Learned step times of the worker by part, s."""
     counters: WorkerCounters
     checkpoints: CheckpointStats
+    host_states: HostStateStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +211,7 @@ def worker_stats(worker: Worker) -> WorkerStats:
         step_costs=worker.costs.parts(),
         counters=worker.counters,
         checkpoints=_checkpoint_stats(worker.checkpoints),
+        host_states=_host_state_stats(worker.swap.states),
     )
 
 
@@ -210,6 +224,19 @@ def _disk_stats(disk: DiskSpace | None) -> DiskStats:
         written=disk.written_blocks,
         read=disk.read_blocks,
         refused=dict(disk.refused),
+    )
+
+
+def _host_state_stats(states: HostStates | None) -> HostStateStats:
+    if states is None:
+        return HostStateStats()
+    return HostStateStats(
+        total=states.num_places,
+        cached=states.num_cached,
+        held=states.num_held,
+        stored=states.num_stored,
+        loaded=states.num_loaded,
+        evicted=states.num_evicted,
     )
 
 

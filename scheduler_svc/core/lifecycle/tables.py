@@ -124,12 +124,14 @@ def _tier(session: ShownSession, workers: Iterable[Worker]) -> str:
         return ""
     tiers = set()
     for worker in workers:
+        states = worker.swap.states
+        has_state = worker.checkpoints is None or (states is not None and states.reach(session.end, 0, 1) > 0)
         if session.place is not None and session.place[0] == worker.epoch:
             end = np.array([session.place[1]], np.intp)
-            has_state = worker.checkpoints is None or worker.checkpoints.reach(end) > 0
-            found = worker.pool.cache.entries(end) if has_state else []
-            tiers |= {"device" for _, entry in found if entry.key == session.end}
-        if worker.swap.keys.get(session.end) is not None:
+            is_usable = has_state or (worker.checkpoints is not None and worker.checkpoints.reach(end) > 0)
+            found = worker.pool.cache.entries(end) if is_usable else []
+            tiers |= {"device" for each in found if each.entry.key == session.end}
+        if has_state and worker.swap.keys.get(session.end) is not None:
             tiers.add("host")
         if worker.swap.disk is not None and worker.swap.disk.keys.get(session.end) is not None:
             tiers.add("disk")

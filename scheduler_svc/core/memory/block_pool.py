@@ -24,7 +24,7 @@ from typing import Protocol
 import numpy as np
 
 from scheduler_svc.core.interface.arrays import BoolArray, IndexArray, all_of, any_of
-from scheduler_svc.core.memory.host_keys import BlockEntry
+from scheduler_svc.core.memory.host_keys import CachedBlock
 from scheduler_svc.core.memory.prefix_cache import PrefixCache
 from scheduler_svc.core.memory.recency import RecencyQueue
 from scheduler_svc.core.memory.retention import Retention
@@ -94,8 +94,8 @@ class BlockPool:
         """Number of blocks taken since the last call of `keep_reserve` or `num_taken`."""
         self.max_saved = 0
         """Maximum number of further blocks to note in `saved`; set before each plan."""
-        self.saved: list[tuple[int, BlockEntry]] = []
-        """Cached blocks that were taken for the plan that is being made, with their entries.
+        self.saved: list[CachedBlock] = []
+        """Cached blocks that were taken for the plan that is being made.
 
         The plan can still copy them before it writes them.
         """

@@ -5,6 +5,7 @@ host memory. Usually these are on the device: the end of a sequence moves to the
 the continuation of a prefix that the device has. Window blocks have longer keys, see `window_blocks`.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -23,6 +24,28 @@ class BlockEntry(NamedTuple):
     """Key before the first block of its sequence, which depends on the model and the cache scope."""
     is_first: bool
     """Whether the block begins a sequence."""
+
+
+class ChainPlace(NamedTuple):
+    """The place of a cached block in its sequence, for models with recurrent state."""
+
+    previous: BlockKey
+    """Key of the block before; empty for a first block."""
+    num_blocks: int
+    """Number of blocks of the sequence up to this one."""
+    checkpoint: int
+    """The checkpoint that has the state after it when the plan being made begins; -1 without one."""
+    is_superseded: bool
+    """Whether the sequence has a newer checkpoint on the device, and no branch in between."""
+
+
+class CachedBlock(NamedTuple):
+    """A cached block of the device that can move to another tier."""
+
+    block: int
+    entry: BlockEntry
+    chain: ChainPlace | None
+    """None if the model has no recurrent state."""
 
 
 class HostKeys:
@@ -47,6 +70,10 @@ class HostKeys:
         """Host blocks that were copied back at least once."""
         self.num_window_blocks = 0
         """Number of window blocks in the table."""
+        self._previous: dict[int, BlockKey] = {}
+        """Keys of the blocks before those in the table, as far as they are known."""
+        self._num_after: Counter[BlockKey] = Counter()
+        """By key: number of blocks in the table that directly follow the block with this key."""
         self.num_in_vain = 0
         """Number of blocks that were removed from all tiers below the device before they were copied back."""
 
@@ -71,13 +98,21 @@ class HostKeys:
         """Return the entry of a block in the table."""
         return BlockEntry(self._keys[block], self._roots[block], block in self._firsts)
 
-    def add(self, entries: Sequence[BlockEntry], blocks: IndexArray) -> None:
+    def num_after(self, key: BlockKey) -> int:
+        """Return how many blocks in the table directly follow a block, of those added with `previous`."""
+        return self._num_after[key]
+
+    def add(self, entries: Sequence[BlockEntry], blocks: IndexArray, previous: Sequence[BlockKey] = ()) -> None:
         """Add blocks with keys that are not in the table.
 
         Args:
             entries: their entries.
             blocks: host blocks that are not in the table.
+            previous: keys of the blocks before them; empty if `num_after` is not used.
         """
+        for block, key in zip(blocks.tolist(), previous, strict=False):
+            self._previous[block] = key
+            self._num_after[key] += 1
         for (key, root, is_first), block in zip(entries, blocks.tolist(), strict=True):
             assert key not in self._blocks
             self._blocks[key] = block
@@ -100,6 +135,11 @@ class HostKeys:
             key = self._keys.pop(block)
             del self._blocks[key], self._roots[block]
             self.num_window_blocks -= len(key) > KEY_BYTES
+            before = self._previous.pop(block, None)
+            if before is not None:
+                self._num_after[before] -= 1
+                if not self._num_after[before]:
+                    del self._num_after[before]
             self.num_in_vain += not has_returned and (self.other is None or key not in self.other._blocks)
             if block in self._firsts:
                 self._firsts.remove(block)
@@ -122,3 +162,5 @@ class HostKeys:
         assert self._firsts <= self._keys.keys()
         assert self.holds[self.twins].all()
         assert self.num_window_blocks == sum(len(key) > KEY_BYTES for key in self._blocks)
+        assert self._previous.keys() <= self._keys.keys()
+        assert self._num_after == Counter(self._previous.values())

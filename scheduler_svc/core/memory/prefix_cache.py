@@ -19,7 +19,7 @@ from collections import Counter
 import numpy as np
 
 from scheduler_svc.core.interface.arrays import NO_INDICES, IndexArray, any_of
-from scheduler_svc.core.memory.host_keys import BlockEntry
+from scheduler_svc.core.memory.host_keys import BlockEntry, CachedBlock, ChainPlace
 from scheduler_svc.core.memory.partial_blocks import PartialBlocks, PartialMatch, num_common
 from scheduler_svc.core.memory.prefix_directory import PrefixDirectory
 from scheduler_svc.core.memory.state_checkpoints import StateCheckpoints
@@ -132,8 +132,8 @@ class PrefixCache:
         """Return the number of blocks in the longest cached prefix of the joined `keys`."""
         return self._walk(keys)[2] if keys[:KEY_BYTES] in self._root.children else 0
 
-    def entries(self, blocks: IndexArray) -> list[tuple[int, BlockEntry]]:
-        """Return the entries for the blocks that can move to another tier, with the blocks.
+    def entries(self, blocks: IndexArray) -> list[CachedBlock]:
+        """Return the blocks that can move to another tier, with their entries.
 
         Tails of partial blocks and doubted blocks cannot. Of the window blocks, only the last ones of a run can.
         """
@@ -152,14 +152,34 @@ class PrefixCache:
             assert node is not None
             key = node.keys[KEY_BYTES * offset : KEY_BYTES * (offset + 1)]
             if table == _NO_TABLE:
-                found.append((block, BlockEntry(key, node.root, not offset and node.parent == _ROOT)))
+                entry = BlockEntry(key, node.root, not offset and node.parent == _ROOT)
+                found.append(CachedBlock(block, entry, self._chain_place(self._checkpoints, node, offset)))
                 continue
             assert self._windows is not None
             if number not in first_needed:
                 first_needed[number] = self._windows.first_needed(node.blocks)
             if offset >= first_needed[number]:
-                found.append((block, BlockEntry(window_key(key, table), node.root, False)))
+                found.append(CachedBlock(block, BlockEntry(window_key(key, table), node.root, False), None))
         return found
+
+    def _chain_place(self, checkpoints: StateCheckpoints | None, node: _Node, offset: int) -> ChainPlace | None:
+        """Return the place of a block, which has index `offset` in `node`; None without recurrent state."""
+        if checkpoints is None:
+            return None
+        num_blocks, above = offset + 1, node
+        while above.parent != _ROOT:
+            parent = self._nodes[above.parent]
+            assert parent is not None
+            above = parent
+            num_blocks += len(above.blocks)
+        if offset:
+            previous = node.keys[KEY_BYTES * (offset - 1) : KEY_BYTES * offset]
+        else:
+            parent = self._nodes[node.parent]
+            assert parent is not None
+            previous = parent.keys[-KEY_BYTES:]
+        is_superseded = checkpoints.reach(node.blocks[offset + 1 :]) > 0
+        return ChainPlace(previous, num_blocks, checkpoints.present_slot(node.blocks.item(offset)), is_superseded)
 
     def restore_windows(self, full: IndexArray, tables: IndexArray, blocks: IndexArray) -> None:
         """Attach window blocks that are copied from host memory; see `WindowBlocks.restore`."""

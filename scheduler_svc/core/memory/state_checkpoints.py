@@ -15,9 +15,10 @@ A state is saved where it is likely to be needed again:
 * at the last cached block that a request shares with others but cannot use, because it has no checkpoint (a *fork*);
 * at each block boundary while a row generates, for the next turn of a conversation and for preempted requests.
 
-A slot may be reused at once, because a worker executes plans in order. Within a plan, rows are restored before any
-state is saved. So only one rule remains: a plan saves at most once to each slot. If a row verifies drafts, a plan may
-name a save that is due in a later step. A save to the same slot, or the row's leave, cancels it.
+A slot may be reused at once, because a worker executes plans in order. Within a plan, states are first copied to host
+memory (`host_states`), then rows are restored, and then states are saved. So only one rule remains: a plan saves at
+most once to each slot. If a row verifies drafts, a plan may name a save that is due in a later step. A save to the same
+slot, or the row's leave, cancels it.
 """
 
 from collections import OrderedDict
@@ -63,6 +64,8 @@ class StateCheckpoints(Boundaries):
         self._num_private = 0
         self._planned: set[int] = set()
         """Slots that the plan being made saves to."""
+        self._replaced: list[tuple[int, int]] = []
+        """Published checkpoints that the plan being made replaces."""
 
     @property
     def num_used(self) -> int:
@@ -71,6 +74,15 @@ class StateCheckpoints(Boundaries):
 
     # ---------------------------------------------------------------- requests
 
+    def slot_of(self, block: int) -> int:
+        """Return the slot with the state after a block; -1 without one."""
+        return self._slot_of.item(block) - 1
+
+    def present_slot(self, block: int) -> int:
+        """Return the slot that has the state after a block when the plan being made begins; -1 without one."""
+        slot = self.slot_of(block)
+        return _NONE if slot in self._planned else slot
+
     def reach(self, blocks: IndexArray) -> int:
         """Return how many leading blocks a request can share: those up to the last one with a checkpoint."""
         found = np.flatnonzero(self._slot_of[blocks])
@@ -78,7 +90,7 @@ class StateCheckpoints(Boundaries):
 
     def restore(self, block: int) -> int:
         """Return the slot with the state after a block, and mark it as used."""
-        slot = self._slot_of.item(block) - 1
+        slot = self.slot_of(block)
         assert slot != _NONE, "a row is restored without a checkpoint"
         self._published.move_to_end(slot)
         self.num_restored += 1
@@ -88,7 +100,7 @@ class StateCheckpoints(Boundaries):
 
     def save(self, row: int, generation: int, block: int) -> int | None:
         """Return the slot for the state after a cached block; None if it is saved already or no slot is left."""
-        known = self._slot_of.item(block) - 1
+        known = self.slot_of(block)
         if known != _NONE:
             self._published.move_to_end(known)
             return None
@@ -119,9 +131,18 @@ class StateCheckpoints(Boundaries):
             self._num_private += 1
         return slot
 
+    def take_replaced(self) -> list[tuple[int, int]]:
+        """Return the published checkpoints that the plan being made replaces, once: (slot, block).
+
+        Until the plan runs, the slot has their state.
+        """
+        replaced, self._replaced = self._replaced, []
+        return replaced
+
     def plan_made(self) -> None:
         """Record that the plan with the saves so far is complete."""
         self._planned.clear()
+        self._replaced.clear()
 
     # ---------------------------------------------------------------- rows that leave
 
@@ -149,7 +170,7 @@ class StateCheckpoints(Boundaries):
         """Publish the checkpoint that `leave` has retained, as the state after a cached block."""
         (kept,) = self._private.pop(row)
         self._num_private -= 1
-        known = self._slot_of.item(block) - 1
+        known = self.slot_of(block)
         if known != _NONE:
             self._published.move_to_end(known)
             self._free.append(kept.slot)
@@ -191,6 +212,7 @@ class StateCheckpoints(Boundaries):
         # If this plan saves the oldest one, all others are as new.
         if oldest is None or oldest in self._planned:
             return False
+        self._replaced.append((oldest, self._block_of[oldest]))
         self._drop(oldest)
         self.num_evicted += 1
         return True

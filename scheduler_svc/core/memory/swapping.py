@@ -8,9 +8,9 @@
 
 Cached blocks use only the memory that preempted requests do not need, and the least recently used ones are evicted.
 If the worker has a disk, they are also written to disk (`disk_space`). Like device blocks, host blocks are reused only
-after the results of all steps that use them have arrived. With recurrent state, only preempted requests use this
-memory, and each needs a place for its state (`host_states`). With windows, each preempted request needs blocks for its
-window, and cached window blocks move like other cached blocks (`window_blocks`).
+after the results of all steps that use them have arrived. With recurrent state, the states of both move here too
+(`host_states`). With windows, each preempted request needs blocks for its window, and cached window blocks move like
+other cached blocks (`window_blocks`).
 """
 
 from collections.abc import Sequence
@@ -22,9 +22,9 @@ from scheduler_svc.core.interface.arrays import NO_INDICES, IndexArray, where
 from scheduler_svc.core.interface.plan import BlockCopy
 from scheduler_svc.core.memory.block_pool import BlockPool
 from scheduler_svc.core.memory.disk_space import DiskSpace
-from scheduler_svc.core.memory.host_keys import BlockEntry, HostKeys
+from scheduler_svc.core.memory.host_keys import CachedBlock, HostKeys
 from scheduler_svc.core.memory.host_pool import HostPool
-from scheduler_svc.core.memory.host_states import HostStates
+from scheduler_svc.core.memory.host_states import HostStates, StateCopy
 from scheduler_svc.core.memory.prefix_directory import PrefixDirectory
 from scheduler_svc.core.memory.window_blocks import window_key
 from shared.prefix_keys import KEY_BYTES
@@ -75,6 +75,7 @@ class SwapSpace:
         directory: PrefixDirectory | None = None,
         epoch: int = 0,
         states: HostStates | None = None,
+        state_blocks: int = 0,
     ) -> None:
         """Make a space of free blocks.
 
@@ -85,8 +86,12 @@ class SwapSpace:
             directory: gets the keys of cached blocks that begin a sequence, under `epoch`.
             epoch: the worker's epoch.
             states: places for recurrent states; None if the model has no such state.
+            state_blocks: number of blocks as which the copy of a recurrent state counts.
         """
         self.states = states
+        self.state_blocks = state_blocks
+        self.state_copies: list[StateCopy] = []
+        """The states of checkpoints that the plan being made copies here."""
         self.caches = caches and num_host_blocks > 0
         self.pays = self.caches
         """Whether cached blocks move here at present, because copying is faster than computing."""
@@ -105,7 +110,10 @@ class SwapSpace:
         self._gain = 1.0 / max(_LEAST_MEMORY, num_host_blocks // _MEMORY_PART)
         """Weight of one block in it."""
         self.credit_s = 0.0
-        """Time that the next plan may use for copies of cached blocks to the host, s, if they delay steps."""
+        """Time that the next plan may use for copies of cached blocks to the host, s, if they delay steps.
+
+        After the copy of a large state it may be negative.
+        """
         self.step_s = 0.0
         """Time that one plan may use for them, s."""
         self.planned_s = 0.0
@@ -153,23 +161,21 @@ class SwapSpace:
             found.append(host_block)
         return np.array(found, np.intp)
 
-    def store(
-        self, blocks: IndexArray, entries: Sequence[BlockEntry], *, last_step: int, answered_step: int
-    ) -> BlockCopy:
+    def store(self, cached: Sequence[CachedBlock], *, last_step: int, answered_step: int) -> BlockCopy:
         """Move cached device blocks here; the caller has checked `has_room`.
 
         Args:
-            blocks: the device blocks.
-            entries: their entries, whose keys are not here.
+            cached: the blocks, whose keys are not here.
             last_step: the step that copies the blocks.
             answered_step: the last step that was answered.
         """
         num_in_vain = self._num_in_vain
-        copy = self.out(blocks)
+        copy = self.out(np.array([each.block for each in cached], np.intp))
         self._learn(num_in_vain)
+        entries = [each.entry for each in cached]
         if self.disk is not None:
             self.disk.arrived(entries)
-        self.keys.add(entries, copy.targets)
+        self.keys.add(entries, copy.targets, [each.chain.previous for each in cached if each.chain is not None])
         self.pool.release(copy.targets, last_step=last_step, answered_step=answered_step)
         return copy
 
@@ -180,6 +186,37 @@ class SwapSpace:
         self.keys.twins[host_blocks] = self.keys.returned[host_blocks] = True
         self.pool.read(host_blocks, last_step=last_step, answered_step=answered_step)
         return self.back(host_blocks, blocks[: len(host_blocks)])
+
+    def store_state(self, cached: CachedBlock, step: int, block_s: float) -> bool:
+        """Copy the state after a cached block here in the plan of this step, if there is time and a place.
+
+        Args:
+            cached: the block, which has a checkpoint.
+            step: the step of the plan that is being made.
+            block_s: time of the copy of a block, s.
+
+        Returns:
+            whether the state is here afterwards.
+        """
+        assert self.states is not None
+        assert cached.chain is not None
+        if self.states.use(cached.entry.key):
+            return True
+        if not self.overlaps and self.credit_s < len(self.state_copies) * self.state_blocks * block_s:
+            return False
+        place = self.states.store(cached.entry.key, step)
+        if place is None:
+            return False
+        self.state_copies.append(StateCopy(cached.chain.checkpoint, place))
+        return True
+
+    def take_state_copies(self) -> tuple[IndexArray, IndexArray]:
+        """Return the checkpoints and the places of the states that the plan being made copies here."""
+        if not self.state_copies:
+            return NO_INDICES, NO_INDICES
+        checkpoints, places = np.array(self.state_copies, np.intp).T
+        self.state_copies = []
+        return checkpoints, places
 
     def write_to_disk(self, now: float) -> None:
         """Start to write cached blocks to disk."""
@@ -223,13 +260,14 @@ class SwapSpace:
         return num_free < 0 or num_free + device.num_retired < self.reserve
 
     def step_planned(self, expected_s: float, num_moved: int, block_s: float) -> None:
-        """Update the time for copies to the host, and the chance of return, after a plan.
+        """Update the time for copies to the host, and the chance of return, when a plan is complete.
 
         Args:
             expected_s: expected time of the step, s.
             num_moved: number of cached blocks that the step copies to the host.
             block_s: time of one copy, s.
         """
+        num_moved += self.state_blocks * len(self.state_copies)
         credit_s = self.credit_s + SHARE * expected_s - num_moved * block_s
         self.credit_s = min(credit_s, max(_SAVED_STEPS * SHARE * expected_s, block_s))
         self.step_s = max(STEP_SHARE * expected_s, block_s)
@@ -244,11 +282,17 @@ class SwapSpace:
         self.reserve = min(reserve, max(1, num_blocks // _RESERVE_PART))
 
     def drop_cached(self) -> None:
-        """Remove all cached blocks, because some of their KV may be wrong."""
+        """Remove all cached blocks and states, because some of them may be wrong."""
+        self.drop_states()
         if self.keys:
             self.pool.distrust(where(self.keys.holds))
         if self.disk is not None:
             self.disk.clear()
+
+    def drop_states(self) -> None:
+        """Remove all cached states, because some of them may be wrong."""
+        if self.states is not None:
+            self.states.drop_cached()
 
     def leave_directory(self) -> None:
         """Remove the keys from the directory, because the worker is lost."""
@@ -258,6 +302,7 @@ class SwapSpace:
 
     def validate(self, swapped: list[SwappedKV]) -> None:
         """Check blocks and states against those of preempted requests and of disk jobs."""
+        assert not self.state_copies, "states were to be copied, but no plan was made"
         tables = [each.host_blocks for each in swapped]
         if self.states is not None:
             self.states.validate(each.state for each in swapped if each.state is not None)

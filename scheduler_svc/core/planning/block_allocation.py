@@ -82,7 +82,7 @@ class BlockAllocation:
             and worker.swap.has_room(len(blocks))
             and worker.swap.has_room_for_state(worker.last_step + 1)
             and worker.has_present_state(row)
-            and worker.costs.swaps(len(blocks), self._cost_of(num_computed))
+            and worker.costs.swaps(len(blocks) + worker.swap.state_blocks, self._cost_of(num_computed))
         ):
             request, copy = worker.swap_out(row, blocks)
             self.swap_outs.append(copy)

@@ -13,20 +13,27 @@ become shareable with this plan. A long prefix is copied by several plans.
   step waits for them.
 
 Window blocks move like other cached blocks. On the way back, those of the tail follow the blocks of the whole prefix.
+
+With recurrent state, KV is of use only up to the last block with a state. A block therefore moves only if its state, or
+that of a block after it, is in host memory then. States move with their blocks: those at the end of a sequence and at
+branches. A state in between is not copied, because requests continue after the later one. If the device still has the
+KV, but a new checkpoint replaces the state, the state moves alone (`state_saves`).
 """
 
+from collections import Counter
 from math import ceil
 
 import numpy as np
 
-from scheduler_svc.core.interface.arrays import NO_INDICES, IndexArray
+from scheduler_svc.core.interface.arrays import NO_INDICES
 from scheduler_svc.core.interface.plan import BlockCopy
-from scheduler_svc.core.memory.host_keys import BlockEntry
+from scheduler_svc.core.memory.host_keys import CachedBlock
 from scheduler_svc.core.planning.prompt_chunks import StepChunks
+from scheduler_svc.core.planning.state_saves import keep_state
 from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.workers.chunks import chunk_cost
 from scheduler_svc.core.workers.worker import Match, Worker
-from shared.prefix_keys import KEY_BYTES
+from shared.prefix_keys import KEY_BYTES, BlockKey
 
 _UNKNOWN = 8
 """Maximum number of blocks that a plan copies in one direction before a copy was measured."""
@@ -64,7 +71,7 @@ class HostCopies:
         block_s = worker.costs.block_copy_s
         if space.overlaps:
             return int(max(space.planned_s, _ALONE_S) / block_s)
-        return int(min(space.credit_s, space.step_s) / block_s) if block_s else _UNKNOWN
+        return max(0, int(min(space.credit_s, space.step_s) / block_s)) if block_s else _UNKNOWN
 
     def restore(self, request: Request, match: Match) -> Match | None:
         """Copy the next blocks of a request's prefix back to the device.
@@ -78,8 +85,11 @@ class HostCopies:
         size, num_copies = worker.rows.block_size, len(match.host) + len(match.host_tail)
         num_usable = len(match.blocks) if windows is None else windows.reach(match.blocks)
         cost = chunk_cost((match.num_blocks - num_usable) * size, num_usable * size, worker.model.break_even_context)
-        if not worker.costs.restores(num_copies, cost):
+        if worker.checkpoints is None and not worker.costs.restores(num_copies, cost):
             return match._replace(blocks=match.blocks[:num_usable], host=NO_INDICES, host_tail=NO_INDICES)
+        if worker.swap.states is not None:
+            # The request may wait for a later plan, and needs the state then.
+            worker.swap.states.use(worker.last_key(request, match.num_blocks))
         overlaps = worker.costs.copies_overlap
         num_now = self._take_time(num_copies) if overlaps else self._take_budget(num_copies)
         if not num_now:
@@ -135,6 +145,13 @@ class HostCopies:
         self._left_s -= num_now * block_s
         return num_now
 
+    def state_restored(self) -> None:
+        """Take the cost of the copy of a state to the device from the step's budget."""
+        worker = self._worker
+        if not worker.costs.copies_overlap:
+            cost = ceil(worker.swap.state_blocks * worker.costs.block_copy_tokens)
+            self._chunks.limit(max(1, self._chunks.budget - cost))
+
     def cancel(self) -> None:
         """Discard the budget, because no plan is made."""
         pool = self._worker.pool
@@ -155,16 +172,13 @@ class HostCopies:
             num_moved += self._move_ahead(max(0, most - num_moved))
         space.step_planned(expected_s, num_moved, self._worker.costs.block_copy_s)
 
-    def _save_taken(self, saved: list[tuple[int, BlockEntry]], most: int) -> int:
+    def _save_taken(self, saved: list[CachedBlock], most: int) -> int:
         """Copy blocks that were taken although they were in the cache; return the number of copies."""
-        space, pool = self._worker.swap, self._worker.pool
-        known = [found for _, entry in saved if (found := space.keys.get(entry.key)) is not None]
-        if known:
-            space.pool.lost_twins(np.array(known, np.intp))
-        missing = [each for each in saved if space.keys.get(each[1].key) is None and pool.is_held(each[0])][:most]
+        pool = self._worker.pool
+        self._lose_twins(saved)
+        missing = [each for each in self._missing(saved) if pool.is_held(each.block)][:most]
         if missing:
-            blocks = np.array([block for block, _ in missing], np.intp)
-            self._store(blocks, [entry for _, entry in missing])
+            self._store(missing)
         return len(missing)
 
     def _move_ahead(self, most: int) -> int:
@@ -175,23 +189,52 @@ class HostCopies:
         left = most
         while short > 0 and pool.num_cached:
             blocks = pool.oldest_cached(min(short, left or short))
-            entries = pool.cache.entries(blocks)
-            known = [found for _, entry in entries if (found := space.keys.get(entry.key)) is not None]
-            missing = [each for each in entries if space.keys.get(each[1].key) is None]
+            cached = pool.cache.entries(blocks)
+            missing = self._missing(cached)
             if len(missing) > left:
                 break
-            if known:
-                space.pool.lost_twins(np.array(known, np.intp))
+            self._lose_twins(cached)
             if missing:
-                moved = np.array([block for block, _ in missing], np.intp)
-                self._store(moved, [entry for _, entry in missing])
+                self._store(missing)
+                moved = np.array([each.block for each in missing], np.intp)
                 pool.evict_after(moved, last_step=worker.last_step + 1, answered_step=worker.answered_step)
             pool.evict(blocks)
             short -= len(blocks)
             left -= len(missing)
         return most - left
 
-    def _store(self, blocks: IndexArray, entries: list[BlockEntry]) -> None:
+    def _lose_twins(self, cached: list[CachedBlock]) -> None:
+        """Record that the device loses cached blocks."""
+        space = self._worker.swap
+        known = [found for each in cached if (found := space.keys.get(each.entry.key)) is not None]
+        if known:
+            space.pool.lost_twins(np.array(known, np.intp))
+
+    def _missing(self, cached: list[CachedBlock]) -> list[CachedBlock]:
+        """Return the cached blocks that should move to the host and are not there."""
+        keys = self._worker.swap.keys
+        return [each for each in self._useful(cached) if keys.get(each.entry.key) is None]
+
+    def _useful(self, cached: list[CachedBlock]) -> list[CachedBlock]:
+        """Return the cached blocks that lead to a state in host memory; copy their own states there."""
+        space = self._worker.swap
+        if space.states is None:
+            return cached
+        useful: set[int] = set()
+        num_after: Counter[BlockKey] = Counter()
+        for each in sorted(cached, key=lambda each: 0 if each.chain is None else -each.chain.num_blocks):
+            key, chain = each.entry.key, each.chain
+            assert chain is not None
+            num_next = num_after[key] + space.keys.num_after(key)
+            has_state = space.states.use(key)
+            if not has_state and chain.checkpoint >= 0 and num_next != 1:
+                has_state = keep_state(self._worker, each)
+            if has_state or num_next:
+                useful.add(each.block)
+                num_after[chain.previous] += space.keys.get(key) is None
+        return [each for each in cached if each.block in useful]
+
+    def _store(self, missing: list[CachedBlock]) -> None:
         worker = self._worker
         step, answered = worker.last_step + 1, worker.answered_step
-        self.outs.append(worker.swap.store(blocks, entries, last_step=step, answered_step=answered))
+        self.outs.append(worker.swap.store(missing, last_step=step, answered_step=answered))

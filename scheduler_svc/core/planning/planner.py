@@ -32,7 +32,7 @@ from scheduler_svc.core.planning.batch_selection import Admission, Refusal, vict
 from scheduler_svc.core.planning.block_allocation import BlockAllocation, Preemption
 from scheduler_svc.core.planning.host_copies import HostCopies
 from scheduler_svc.core.planning.prompt_chunks import StepChunks, short_part
-from scheduler_svc.core.planning.state_saves import save_states
+from scheduler_svc.core.planning.state_saves import kept_states, save_states
 from scheduler_svc.core.queueing.backlog import Backlog
 from scheduler_svc.core.queueing.forecast import Forecast
 from scheduler_svc.core.queueing.placement import Placement, Room
@@ -517,7 +517,9 @@ class Planner:
         checkpoint = None if room.swapped is None else room.swapped.state
         if self._worker.checkpoints is not None:
             if len(room.cached):
-                checkpoint = self._worker.checkpoints.restore(int(room.cached[-1]))
+                checkpoint = self._worker.restore_state(request, room.cached)
+                if self._copies is not None and checkpoint >= self._worker.checkpoints.num_slots:
+                    self._copies.state_restored()
             self._worker.want_checkpoints(row, num_computed // self._rows.block_size)
         self._worker.prefilling.append(row)
         self._worker.capacity.is_growing = True
@@ -584,6 +586,7 @@ class Planner:
         if self._copies is not None:
             self._copies.move_out(expected_s)
             swap_outs, swap_ins = swap_outs + self._copies.outs, swap_ins + self._copies.ins
+        kept_checkpoints, kept_places = kept_states(worker)
         leaves = worker.pending_leaves
         worker.pending_leaves = []
         worker.last_step += 1
@@ -638,6 +641,8 @@ class Planner:
             save_rows=saves.rows,
             save_lengths=saves.lengths,
             save_checkpoints=saves.checkpoints,
+            kept_checkpoints=kept_checkpoints,
+            kept_places=kept_places,
             num_decodes=len(decodes),
             num_tokens=num_tokens,
             traced_rows=self._traced() if rows.traced else (),

@@ -17,7 +17,7 @@ result together, in one pass over the rows and their blocks:
   recomputed without sharing, because sound blocks do not prove them. The checkpoint is dropped, and so are all window
   blocks that a failed request has read or written, and those with the same tokens.
 * Any other failed request has failed because of its own KV, and ends. The checkpoints that a failed request has saved
-  are dropped.
+  are dropped, and with them all cached states in host memory.
 
 Consequences: a faulty request ends at its second attempt at the latest, and the step's other requests continue to
 decode. A bad block leaves the cache after at most two requests have shared it, even if its writer ended long ago. A
@@ -34,6 +34,7 @@ from scheduler_svc.core.interface.arrays import NO_INDICES, BoolArray, IndexArra
 from scheduler_svc.core.interface.events import FailedRow, FailureKind
 from scheduler_svc.core.interface.records import EndReason
 from scheduler_svc.core.memory.state_checkpoints import StateCheckpoints
+from scheduler_svc.core.memory.swapping import SwapSpace
 from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.workers.rows import FREE
 from scheduler_svc.core.workers.worker import Worker
@@ -136,12 +137,17 @@ def lost_prefix(request: Request, *, alone: bool) -> None:
         request.computes_whole_prompt = True
 
 
-def distrust_states(checkpoints: StateCheckpoints, failed: Sequence[FailedRequest]) -> None:
-    """Drop the checkpoints that rows with non-finite logits have saved, and those that they began with."""
-    for each in failed:
-        if each.failure.kind is FailureKind.NOT_FINITE:
-            checkpoints.distrust(each.failure.row, each.failure.generation)
-            checkpoints.forget(each.blocks[max(0, each.num_shared - 1) : each.num_shared])
+def distrust_states(checkpoints: StateCheckpoints, swap: SwapSpace, failed: Sequence[FailedRequest]) -> None:
+    """Drop the checkpoints that rows with non-finite logits have saved, and those that they began with.
+
+    All cached states in host memory are dropped, because these rows may have saved them too.
+    """
+    nonfinite = [each for each in failed if each.failure.kind is FailureKind.NOT_FINITE]
+    for each in nonfinite:
+        checkpoints.distrust(each.failure.row, each.failure.generation)
+        checkpoints.forget(each.blocks[max(0, each.num_shared - 1) : each.num_shared])
+    if nonfinite:
+        swap.drop_states()
 
 
 def distrust_windows(worker: Worker, failed: Sequence[FailedRequest]) -> None:

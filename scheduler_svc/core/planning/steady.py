@@ -6,7 +6,7 @@ nothing has to be chosen and unchanged values are known from earlier plans (`ste
 
 from scheduler_svc.core.interface.arrays import NO_INDICES, NO_NUMBERS
 from scheduler_svc.core.interface.plan import Plan
-from scheduler_svc.core.planning.state_saves import save_states
+from scheduler_svc.core.planning.state_saves import kept_states, save_states
 from scheduler_svc.core.workers.cost_model import StepShape
 from scheduler_svc.core.workers.worker import StepInFlight, Worker
 
@@ -60,6 +60,7 @@ def plan_steady(worker: Worker, step_deadline_s: float, now: float) -> Plan | No
     worker.last_tokens = num_rows
     if worker.swap.caches:
         worker.swap.step_planned(expected_s, 0, worker.costs.block_copy_s)
+    kept_checkpoints, kept_places = kept_states(worker)
     in_flight.append(
         StepInFlight(
             step=step,
@@ -107,6 +108,8 @@ def plan_steady(worker: Worker, step_deadline_s: float, now: float) -> Plan | No
         save_rows=saves.rows,
         save_lengths=saves.lengths,
         save_checkpoints=saves.checkpoints,
+        kept_checkpoints=kept_checkpoints,
+        kept_places=kept_places,
         num_decodes=num_rows,
         num_tokens=num_rows,
         traced_rows=steady.traced,

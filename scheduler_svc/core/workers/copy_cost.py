@@ -100,8 +100,12 @@ class CopyCost:
             recompute_s: time to compute the block, s.
             return_chance: chance that a request continues with it.
         """
+        return self.sequence_pays(1, recompute_s, return_chance) or self._moves.due()
+
+    def sequence_pays(self, num_blocks: int, recompute_s: float, return_chance: float) -> bool:
+        """Like `move_pays` for a whole prefix of so many blocks, but without a try from time to time."""
         num_copies = max(_LEAST_SHARE, self.delay_share) + return_chance
-        return self._pays(num_copies, return_chance * recompute_s) or self._moves.due()
+        return self._pays(num_copies * num_blocks, return_chance * recompute_s)
 
     def read_pays(self, num_blocks: float, recompute_s: float) -> bool:
         """Return whether reading blocks is faster than recomputing their tokens, or is tried nevertheless."""

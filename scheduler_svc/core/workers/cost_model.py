@@ -276,6 +276,17 @@ class CostModel:
         """Return whether to move cached blocks of so many tokens to the host instead of evicting them."""
         return not self.has_chunks or self._copies.move_pays(block_size * self.prompt_token_s, return_chance)
 
+    def moves_sequence(self, num_blocks: int, num_tokens: int, return_chance: float) -> bool:
+        """Return whether to move the blocks and the state of a prefix to the host instead of losing it.
+
+        Args:
+            num_blocks: its blocks, and those as which its state counts.
+            num_tokens: budget tokens to compute it.
+            return_chance: chance that a request continues with it.
+        """
+        recompute_s = num_tokens * self.prompt_token_s
+        return not self.has_chunks or self._copies.sequence_pays(num_blocks, recompute_s, return_chance)
+
     def restores(self, num_blocks: int, num_tokens: int) -> bool:
         """Return whether to copy cached blocks back from the host instead of computing `num_tokens` budget tokens."""
         return not self.has_chunks or self._copies.return_pays(num_blocks, num_tokens * self.prompt_token_s)

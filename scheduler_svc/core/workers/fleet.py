@@ -202,10 +202,11 @@ class Fleet:
             swap=SwapSpace(
                 hello.num_host_blocks if swaps else 0,
                 num_disk_blocks=hello.num_disk_blocks if windows is None else 0,
-                caches=shares_prefixes and not is_recurrent,
+                caches=shares_prefixes and (not is_recurrent or hello.num_host_states > 0),
                 directory=self.directory,
                 epoch=self._next_epoch,
                 states=HostStates(hello.num_checkpoints, hello.num_host_states) if is_recurrent else None,
+                state_blocks=_state_blocks(hello),
             ),
             protocol_version=hello.protocol_version,
             device=hello.device,
@@ -305,6 +306,12 @@ def _window_sizes(hello: ev.WorkerHello) -> WindowSizes | None:
         num_tables=hello.num_kv_groups - 1,
         max_step=max(hello.window_chunk, 1 + hello.max_draft_tokens),
     )
+
+
+def _state_blocks(hello: ev.WorkerHello) -> int:
+    """Return the number of blocks as which the copy of a recurrent state counts: those of the same size."""
+    state_bytes = hello.model.state_bytes
+    return -(-state_bytes // hello.block_bytes) if hello.block_bytes else min(1, state_bytes)
 
 
 def _num_positions(hello: ev.WorkerHello, num_blocks: int) -> int:

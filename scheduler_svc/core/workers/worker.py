@@ -474,8 +474,7 @@ class Worker:
         cache, keys = self.pool.cache, self.shareable_keys(request)
         blocks = cache.match(keys)
         if self.checkpoints is not None:
-            blocks = blocks[: self.checkpoints.reach(blocks)]
-            return Match(blocks, next_key=self.checkpoints.awaited(keys, len(blocks)))
+            return self._match_states(self.checkpoints, keys, blocks, host_space)
         if self.windows is not None:
             return self._match_windowed(self.windows, keys, blocks, host_space)
         host = NO_INDICES if host_space is None else host_space.match(keys, len(blocks))
@@ -524,10 +523,49 @@ class Worker:
         """
         if not self.has_boundaries:
             return 0
-        keys = self.shareable_keys(request)
-        num_known = self.pool.cache.count(keys)
-        num_known += len(self.swap.match(keys, num_known))
-        return max(0, num_known * self.rows.block_size - num_computed)
+        num_known = self._num_known(self.shareable_keys(request)) * self.rows.block_size
+        return max(0, num_known - num_computed)
+
+    def _num_known(self, keys: bytes) -> int:
+        """Return the number of leading blocks of the joined `keys` whose KV is on the device or in host memory."""
+        num_blocks = self.pool.cache.count(keys)
+        return num_blocks + len(self.swap.match(keys, num_blocks))
+
+    def _match_states(
+        self, checkpoints: StateCheckpoints, keys: bytes, blocks: IndexArray, host_space: SwapSpace | None
+    ) -> Match:
+        """Return the blocks of the joined `keys` up to the last state on the device, or in host memory if that pays.
+
+        Args:
+            checkpoints: the states on the device.
+            keys: the joined keys that the request can share.
+            blocks: the cached blocks on the device.
+            host_space: space with cached blocks; None to search only for states there.
+        """
+        size, states = self.rows.block_size, self.swap.states
+        reach, num_host = checkpoints.reach(blocks), 0
+        if states is not None and states.num_cached:
+            host = NO_INDICES if host_space is None else host_space.match(keys, len(blocks))
+            for most in (len(blocks) + len(host), len(blocks)):
+                found = states.reach(keys, reach, most)
+                cost = chunk_cost((found - reach) * size, reach * size, self.model.break_even_context)
+                num_host = max(0, found - len(blocks))
+                if found > reach and self.costs.restores(num_host + self.swap.state_blocks, cost):
+                    next_key = checkpoints.awaited(keys, found)
+                    return Match(blocks[:found], host=host[:num_host], next_key=next_key)
+        return Match(blocks[:reach], next_key=checkpoints.awaited(keys, reach))
+
+    def restore_state(self, request: Request, blocks: IndexArray) -> int:
+        """Return the checkpoint, or the place in host memory, with the state after a request's first cached blocks."""
+        assert self.checkpoints is not None
+        if self.checkpoints.reach(blocks) == len(blocks):
+            return self.checkpoints.restore(int(blocks[-1]))
+        assert self.swap.states is not None
+        return self.swap.states.load(self.last_key(request, len(blocks)), self.last_step + 1)
+
+    def last_key(self, request: Request, num_blocks: int) -> BlockKey:
+        """Return the key of the last of a request's first `num_blocks` blocks."""
+        return self._keys(request)[KEY_BYTES * (num_blocks - 1) : KEY_BYTES * num_blocks]
 
     def adopt(self, sequences: tuple[RetainedSequence, ...]) -> None:
         """Cache the sequences whose KV the worker has retained. No block of a new worker is in use.
@@ -597,7 +635,7 @@ class Worker:
         request = self.rows.requests[row]
         if self.checkpoints is None or request is None:
             return
-        fork = self.pool.cache.count(self.shareable_keys(request))
+        fork = self._num_known(self.shareable_keys(request))
         end = (len(request.tokens) - 1) // self.rows.block_size
         counts = sorted({count for count in (fork, end) if count > num_shared})
         self.pool.cache.computes_next(row, self.checkpoints.want(row, self._keys(request), counts))

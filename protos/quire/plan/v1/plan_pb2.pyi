@@ -20,13 +20,14 @@ A draft is accepted if it equals the token sampled at its place; the row advance
 token more. A prefill row is computed only in steps whose plan has a chunk for it. A row that *pools* does not
 sample: when all its tokens are computed, the step's result has its vector, and later steps ignore the row.
 
-Order inside a plan: leaves, swap-outs, copies, admissions with restored states, appends, holds and releases, swap-ins,
+Order inside a plan: leaves, swap-outs and states to host memory, copies, admissions with restored states, appends, holds and releases, swap-ins,
 forward with saves of states, sample.
 
 Checkpoints: a worker whose model has recurrent state may have places for copies of states. A plan saves the state of a
 row to a checkpoint, and admits rows whose state is a copy of a checkpoint. Plans run in order, so a checkpoint may be
 written again in any plan after the one that reads it, and also in the same plan, which reads first. States in host
-memory have ids like checkpoints, but a plan writes all of these states before it reads any.
+memory have ids like checkpoints, but a plan writes all of these states before it reads any: those of rows that leave,
+and copies of checkpoints.
 
 Reuse: a row may be admitted again in the plan in which it leaves; its generation distinguishes the uses. A block that
 no row holds any more, on the device or on the host, is allocated again only when all steps that may read or write it
@@ -390,7 +391,7 @@ class Hello(_message.Message):
     num_disk_blocks: _builtins.int
     """KV blocks that fit on the worker's disk, in slots [0, num_disk_blocks). Only with host blocks. 0: none."""
     num_host_states: _builtins.int
-    """Recurrent states of preempted requests that host memory can hold. Their ids follow those of the checkpoints:
+    """Recurrent states of preempted requests and of cached prefixes that host memory can hold. Their ids follow those of the checkpoints:
     [num_checkpoints, num_checkpoints + num_host_states). Only with host blocks. 0: none.
     """
     window: _builtins.int
@@ -966,6 +967,8 @@ class Plan(_message.Message):
     SAVE_ROWS_FIELD_NUMBER: _builtins.int
     SAVE_LENGTHS_FIELD_NUMBER: _builtins.int
     SAVE_CHECKPOINTS_FIELD_NUMBER: _builtins.int
+    KEPT_CHECKPOINTS_FIELD_NUMBER: _builtins.int
+    KEPT_PLACES_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Number of the step within the epoch, from 1 without gaps."""
     leaves: _builtins.bytes
@@ -1024,6 +1027,13 @@ class Plan(_message.Message):
     """See save_rows."""
     save_checkpoints: _builtins.bytes
     """See save_rows."""
+    kept_checkpoints: _builtins.bytes
+    """Columns of checkpoints whose state is copied to host memory, with the swap-outs: checkpoint, id of the state in host
+    memory. The ids are distinct, and not among `save_checkpoints`. A checkpoint that this plan saves still has its
+    earlier state.
+    """
+    kept_places: _builtins.bytes
+    """See kept_checkpoints."""
     @_builtins.property
     def admissions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Admission]:
         """Admitted rows."""
@@ -1054,10 +1064,12 @@ class Plan(_message.Message):
         save_rows: _builtins.bytes = ...,
         save_lengths: _builtins.bytes = ...,
         save_checkpoints: _builtins.bytes = ...,
+        kept_checkpoints: _builtins.bytes = ...,
+        kept_places: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admissions", b"admissions", "append_blocks", b"append_blocks", "append_rows", b"append_rows", "append_windows", b"append_windows", "chunk_lengths", b"chunk_lengths", "chunk_rows", b"chunk_rows", "copy_ids", b"copy_ids", "copy_sources", b"copy_sources", "copy_targets", b"copy_targets", "draft_limits", b"draft_limits", "draft_rows", b"draft_rows", "holds", b"holds", "leaves", b"leaves", "releases", b"releases", "save_checkpoints", b"save_checkpoints", "save_lengths", b"save_lengths", "save_rows", b"save_rows", "step", b"step", "swap_in_blocks", b"swap_in_blocks", "swap_in_host_blocks", b"swap_in_host_blocks", "swap_out_blocks", b"swap_out_blocks", "swap_out_host_blocks", b"swap_out_host_blocks", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admissions", b"admissions", "append_blocks", b"append_blocks", "append_rows", b"append_rows", "append_windows", b"append_windows", "chunk_lengths", b"chunk_lengths", "chunk_rows", b"chunk_rows", "copy_ids", b"copy_ids", "copy_sources", b"copy_sources", "copy_targets", b"copy_targets", "draft_limits", b"draft_limits", "draft_rows", b"draft_rows", "holds", b"holds", "kept_checkpoints", b"kept_checkpoints", "kept_places", b"kept_places", "leaves", b"leaves", "releases", b"releases", "save_checkpoints", b"save_checkpoints", "save_lengths", b"save_lengths", "save_rows", b"save_rows", "step", b"step", "swap_in_blocks", b"swap_in_blocks", "swap_in_host_blocks", b"swap_in_host_blocks", "swap_out_blocks", b"swap_out_blocks", "swap_out_host_blocks", b"swap_out_host_blocks", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1492,7 +1504,9 @@ class StepTimings(_message.Message):
     num_tokens: _builtins.int
     """Tokens computed in the step."""
     copied_blocks: _builtins.int
-    """Blocks swapped in and out."""
+    """Blocks copied between device and host. A recurrent state counts as the blocks of the same size, rounded up; as one if
+    a block has no bytes.
+    """
     copy_ns: _builtins.int
     """Duration of copying them, nanoseconds; the sum of both directions."""
     energy_uj: _builtins.int

@@ -469,6 +469,8 @@ class Plan(_message.Message):
     SAVE_ROWS_FIELD_NUMBER: _builtins.int
     SAVE_LENGTHS_FIELD_NUMBER: _builtins.int
     SAVE_CHECKPOINTS_FIELD_NUMBER: _builtins.int
+    KEPT_CHECKPOINTS_FIELD_NUMBER: _builtins.int
+    KEPT_PLACES_FIELD_NUMBER: _builtins.int
     APPEND_WINDOWS_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     worker: _builtins.int
@@ -541,6 +543,14 @@ class Plan(_message.Message):
     def save_checkpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """See save_rows."""
 
+    @_builtins.property
+    def kept_checkpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Checkpoints whose state is copied to host memory, and the places there."""
+
+    @_builtins.property
+    def kept_places(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """See kept_checkpoints."""
+
     def __init__(
         self,
         *,
@@ -564,12 +574,14 @@ class Plan(_message.Message):
         save_rows: _abc.Iterable[_builtins.int] | None = ...,
         save_lengths: _abc.Iterable[_builtins.int] | None = ...,
         save_checkpoints: _abc.Iterable[_builtins.int] | None = ...,
+        kept_checkpoints: _abc.Iterable[_builtins.int] | None = ...,
+        kept_places: _abc.Iterable[_builtins.int] | None = ...,
         append_windows: _builtins.bytes = ...,
         epoch: _builtins.int | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_epoch", b"_epoch", "epoch", b"epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_epoch", b"_epoch", "admissions", b"admissions", "append_blocks", b"append_blocks", "append_rows", b"append_rows", "append_windows", b"append_windows", "chunk_lengths", b"chunk_lengths", "chunk_rows", b"chunk_rows", "copy_sources", b"copy_sources", "copy_targets", b"copy_targets", "decodes_change", b"decodes_change", "draft_limits", b"draft_limits", "draft_rows", b"draft_rows", "epoch", b"epoch", "holds", b"holds", "leaves", b"leaves", "releases", b"releases", "save_checkpoints", b"save_checkpoints", "save_lengths", b"save_lengths", "save_rows", b"save_rows", "step_jump", b"step_jump", "swap_ins", b"swap_ins", "swap_outs", b"swap_outs", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_epoch", b"_epoch", "admissions", b"admissions", "append_blocks", b"append_blocks", "append_rows", b"append_rows", "append_windows", b"append_windows", "chunk_lengths", b"chunk_lengths", "chunk_rows", b"chunk_rows", "copy_sources", b"copy_sources", "copy_targets", b"copy_targets", "decodes_change", b"decodes_change", "draft_limits", b"draft_limits", "draft_rows", b"draft_rows", "epoch", b"epoch", "holds", b"holds", "kept_checkpoints", b"kept_checkpoints", "kept_places", b"kept_places", "leaves", b"leaves", "releases", b"releases", "save_checkpoints", b"save_checkpoints", "save_lengths", b"save_lengths", "save_rows", b"save_rows", "step_jump", b"step_jump", "swap_ins", b"swap_ins", "swap_outs", b"swap_outs", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__epoch: _TypeAlias = _typing.Literal["epoch"]  # noqa: Y015
     _WhichOneofArgType__epoch: _TypeAlias = _typing.Literal["_epoch", b"_epoch"]  # noqa: Y015
