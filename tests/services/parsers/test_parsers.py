@@ -376,6 +376,7 @@ FRAGMENTS = [
     ],
     *["<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "assistant", "analysis", "to=functions.f"],
     *["<|tool_call|>", "<|python_start|>", "<|python_end|>", "```json", "function", "[f(", ")]"],
+    *["<|channel>", "thought\n", "<channel|>", "<|tool_call>", "call:f{", 's:<|"|>', '<|"|>', "<tool_call|>"],
 ]
 
 
