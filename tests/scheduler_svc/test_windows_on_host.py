@@ -80,6 +80,16 @@ def test_a_prefix_that_left_the_device_is_not_computed_again(num_host_blocks: in
     assert any(line.endswith("tokens copied from host memory") for line in cluster.story(2)) == bool(expected)
 
 
+def test_a_turn_without_the_response_continues_after_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a chat template omits a response, such as its reasoning, the window before the prompt's end has moved too."""
+    cluster = _cluster(copy_s=0.0)
+    _serve(cluster, 1, _prompt(1), max_tokens=30)
+    _fill_slowly(cluster, monkeypatch)
+
+    assert _serve(cluster, 2, [*_prompt(1), 7, 8]) == (NUM_PROMPT - 1) // 4 * 4
+    assert cluster.core.stats().workers[0].counters.restored_tokens > 0
+
+
 def test_a_long_prefix_is_copied_by_several_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a copy was measured, a plan copies eight blocks. The request starts with the last of the tail."""
     cluster = _cluster(copy_s=0.0)
@@ -135,32 +145,34 @@ def test_slow_copies_are_not_made() -> None:
     assert cluster.core.stats().workers[0].swapped_in_blocks == 0
 
 
-def test_only_the_last_tail_of_a_run_moves() -> None:
+def test_only_the_last_two_tails_of_a_run_move() -> None:
     """Earlier tails are of use only to requests that leave the conversation there, so they are not copied."""
     windows = WindowBlocks(300, SIZES)
     cache = PrefixCache(300, windows=windows)
     keys = b"".join(bytes([number]) * KEY_BYTES for number in range(20))
-    num_new = windows.num_taken(0, 20, (10, 20))
-    room = WindowRoom(NO_INDICES.reshape(0, 2), num_new, num_new, (10, 20))
+    num_new = windows.num_taken(0, 20, (5, 10, 20))
+    room = WindowRoom(NO_INDICES.reshape(0, 2), num_new, num_new, (5, 10, 20))
     windows.open(0, room, np.arange(100, 100 + num_new), num_shared=0, num_blocks=20)
     chain = np.arange(20)
     cache.publish(keys, chain)
-    for num_blocks in (10, 20):
+    for num_blocks in (5, 10, 20):
         cache.attach(0, chain[:num_blocks])
 
     attached = windows.attached_to(chain)
-    assert len(attached) == 2 * TAIL
-    last = windows.tail_of(chain)
+    assert len(attached) == 3 * TAIL
     expected = {
-        int(last[place, table]): window_key(bytes([20 - SIZES.tail + place]) * KEY_BYTES, table)
+        int(windows.tail_of(chain[:end])[place, table]): window_key(
+            bytes([end - SIZES.tail + place]) * KEY_BYTES, table
+        )
+        for end in (10, 20)
         for place in range(SIZES.tail)
         for table in range(2)
     }
     assert {each.block: each.entry.key for each in cache.entries(attached)} == expected
     assert not any(each.entry.is_first for each in cache.entries(attached))
 
-    cache.publish(keys[: 10 * KEY_BYTES] + bytes(KEY_BYTES), np.append(chain[:10], 90))
-    assert len(cache.entries(attached)) == 2 * TAIL, "a fork makes the earlier tail useful"
+    cache.publish(keys[: 10 * KEY_BYTES] + b"fork".ljust(KEY_BYTES), np.append(chain[:10], 90))
+    assert len(cache.entries(attached)) == 3 * TAIL, "a fork makes the earlier tail useful"
 
 
 def test_a_prefix_reaches_as_far_as_both_tiers_have_a_whole_tail() -> None:

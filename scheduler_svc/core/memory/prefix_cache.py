@@ -135,7 +135,7 @@ class PrefixCache:
     def entries(self, blocks: IndexArray) -> list[CachedBlock]:
         """Return the blocks that can move to another tier, with their entries.
 
-        Tails of partial blocks and doubted blocks cannot. Of the window blocks, only the last ones of a run can.
+        Tails of partial blocks and doubted blocks cannot. Of the window blocks, only those of a run's last tails can.
         """
         found = []
         first_needed: dict[int, int] = {}

@@ -21,7 +21,8 @@ evicted and reused like full blocks, and are lost with the full block that they 
 Each attached block can move to host memory on its own, under the key of its full block and its table (`window_key`). A
 tail is complete if each of its blocks is on the device or in host memory. What host memory has of a tail is copied to
 new blocks, which are attached before the request starts. Of the tails in a run of tokens without a fork, only the last
-one moves, because requests that follow the run continue after that one.
+two move: usually those of a prompt and of its response. The next turn continues after the response, or after the prompt
+if the chat template omits a part of the response, such as its reasoning.
 
 Invariants: a block is attached to at most one full block. Rows write only blocks that are neither shared nor attached
 before they leave the window for good.
@@ -39,6 +40,8 @@ from scheduler_svc.core.memory.host_keys import HostKeys
 from shared.prefix_keys import KEY_BYTES, BlockKey
 
 _NONE = -1
+_MOVED_TAILS = 2
+"""Number of tails in a run of tokens without a fork that move to host memory."""
 
 
 def window_key(key: BlockKey, table: int) -> BlockKey:
@@ -138,6 +141,8 @@ class WindowBlocks(Boundaries):
         """By attached window block: the full block."""
         self._table = np.zeros(num_blocks, np.intp)
         """By attached window block: its table."""
+        self._is_boundary = np.zeros(num_blocks, np.bool_)
+        """By full block: whether a tail that was attached ends with it."""
         self._rows: dict[int, _Row] = {}
         self._growing: dict[int, int] = {}
         """By row: the position from which on it takes no further blocks. Rows that have reached it are absent."""
@@ -165,19 +170,23 @@ class WindowBlocks(Boundaries):
         """
         if not self.tail:
             return num_known
-        on_device = (self._attached[blocks] != _NONE).tolist()
-        end, length = 0, 0
-        for position in range(num_known - 1, -1, -1):
-            has = on_device[position] if position < len(blocks) else [False] * self.num_tables
-            key = keys[KEY_BYTES * position : KEY_BYTES * (position + 1)]
-            if not all(each or host.get(window_key(key, table)) is not None for table, each in enumerate(has)):
-                length = 0
-                continue
-            end = position + 1 if not length else end
-            length += 1
-            if length == min(end, self.tail):
-                return end
-        return 0
+        on_device = self._attached[blocks] != _NONE
+        end = num_known
+        while end:
+            # Each tail that ends after a missing position includes it, so the scan skips most of a long prefix.
+            places = range(max(0, end - self.tail), end)
+            lacking = (place for place in places if not self._has(place, on_device, keys, host))
+            missing = next(lacking, None)
+            if missing is None:
+                break
+            end = missing
+        return end
+
+    def _has(self, position: int, on_device: BoolArray, keys: bytes, host: HostKeys) -> bool:
+        """Return whether all window blocks of a position are on the device or in host memory."""
+        present = on_device[position].tolist() if position < len(on_device) else [False] * self.num_tables
+        key = keys[KEY_BYTES * position : KEY_BYTES * (position + 1)]
+        return all(each or host.get(window_key(key, table)) is not None for table, each in enumerate(present))
 
     def missing(self, blocks: IndexArray, num_blocks: int) -> IndexArray:
         """Return what the device lacks of the tail before the end of a prefix, as `[number, (position, table)]`.
@@ -368,6 +377,7 @@ class WindowBlocks(Boundaries):
         positions, tables = np.nonzero(is_new)
         attached = self.restore(full[positions], tables, tail[is_new])
         own.attached = np.concatenate((own.attached, attached))
+        self._is_boundary[full[-1:]] = True
         return attached
 
     def restore(self, full: IndexArray, tables: IndexArray, blocks: IndexArray) -> IndexArray:
@@ -437,10 +447,11 @@ class WindowBlocks(Boundaries):
     def first_needed(self, run: IndexArray) -> int:
         """Return the first index of cached blocks without a fork from which on their window blocks are worth moving.
 
-        A request that continues after an earlier tail of the run would have to diverge from it.
+        They are those of the last two tails, which may have moved in part. A request that continues after an earlier
+        tail would have to diverge there.
         """
-        end = self.reach(run)
-        return max(0, end - self.tail)
+        last = np.flatnonzero(self._is_boundary[run])[-_MOVED_TAILS:]
+        return max(0, int(last[0]) + 1 - self.tail) if len(last) else 0
 
     def detach(self, blocks: IndexArray) -> IndexArray:
         """Detach window blocks, and return those that were attached."""
@@ -451,6 +462,7 @@ class WindowBlocks(Boundaries):
 
     def forget(self, blocks: IndexArray) -> IndexArray:
         """Detach the window blocks of full blocks that left the cache, and return them."""
+        self._is_boundary[blocks] = False
         return self.detach(self.attached_to(blocks))
 
     def validate(self) -> None:
