@@ -172,6 +172,7 @@ class PackedDecoder:
             first_token=0 if part is None else part.first_token,
         )
         self._caches: tuple[object, ctypes.Array[c_void_p], ctypes.Array[c_void_p]] | None = None
+        self._groups: tuple[object, ctypes.Array[c_int64]] | None = None
         self._nanoseconds: ctypes.Array[c_int64] | None = None
 
     def run(
@@ -186,6 +187,8 @@ class PackedDecoder:
         kept_index: torch.Tensor | None,
         *,
         num_logits: int,
+        groups: Sequence[int] = (),
+        windowed: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run one step with T tokens in R rows (`kernels.paged_attention` documents the tensors).
 
@@ -194,6 +197,10 @@ class PackedDecoder:
             or an int8 cache of `kernels.kv_quantised`.
         kept_index: ``[K]`` int64, tokens whose logits or hidden states are returned; None for every token.
         num_logits: return logits for the first ``num_logits`` tokens of ``kept_index``.
+        groups: group of each layer; the same object in each step. Layers of group 0 use ``slot_mapping`` and
+            ``block_tables``. Only used with ``windowed``.
+        windowed: slot mappings ``[groups - 1, T]`` int64 and block tables ``[groups - 1, R, max_blocks]`` int32 of the
+            other groups, contiguous, with as many columns as ``block_tables``. None if all layers are in group 0.
 
         Raises whatever the sum over the ranks raises.
 
@@ -208,6 +215,7 @@ class PackedDecoder:
         logits = torch.empty(num_logits, self._vocab_size)
         hidden = torch.empty(num_kept - num_logits, self._hidden_size)
         block_tables = block_tables.contiguous()
+        window_slots, window_tables = (None, None) if windowed is None else (each.data_ptr() for each in windowed)
         step = CStep(
             num_tokens=num_tokens,
             num_rows=context_lens.shape[0],
@@ -218,6 +226,9 @@ class PackedDecoder:
             slots=slot_mapping.data_ptr(),
             block_tables=block_tables.data_ptr(),
             table_stride=block_tables.shape[1],
+            groups=None if windowed is None else self._group_numbers(groups),
+            window_slots=window_slots,
+            window_tables=window_tables,
             query_start=query_start.data_ptr(),
             context_lens=context_lens.data_ptr(),
             k_caches=keys,
@@ -266,6 +277,12 @@ class PackedDecoder:
             self._caches = (caches, keys, values)
         _, keys, values = self._caches
         return ctypes.addressof(keys), ctypes.addressof(values)
+
+    def _group_numbers(self, groups: Sequence[int]) -> int:
+        """Return the address of the layers' groups as a C array, which is kept for the next steps."""
+        if self._groups is None or self._groups[0] is not groups:
+            self._groups = (groups, (c_int64 * len(groups))(*groups))
+        return ctypes.addressof(self._groups[1])
 
     def _layer(self, layer: LayerWeights) -> CLayer:
         mixture = layer.mlp if isinstance(layer.mlp, MixtureWeights) else None

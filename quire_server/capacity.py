@@ -31,12 +31,15 @@ _FREES_WINDOWS = {
     "gemma3_text": 6,
     "gemma3n_text": 5,
     **dict.fromkeys(("gpt_oss", "cohere2", "olmo3", "exaone4", "granite_swa", "granitemoe_swa", "vaultgemma"), 0),
+    **dict.fromkeys(("mistral", "ministral", "mixtral", "starcoder2", "phi3", "qwen2", "qwen3"), 0),
 }
 """Values of `model_type` for which a CPU worker frees the KV behind windows. Without `layer_types` in config.json, one
-layer in so many has no window.
+layer in so many has no window, or none if the number is 0.
 """
 _WIDE_FULL_LAYERS = ("gemma4_text", "gemma4_unified_text")
 """Values of `model_type` whose layers without a window have other sizes."""
+_OPTIONAL_WINDOWS = ("qwen2", "qwen3")
+"""Those with windows only if `use_sliding_window` is set, by default from layer `max_window_layers` on."""
 _STATE_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba"})
 _STATE_FIELDS = frozenset(
     {
@@ -139,6 +142,8 @@ class Serving:
     tensor_parallel_size: int = 1
     frees_windows: bool = False
     """Whether the worker frees KV behind windows: on a CPU, without a disk cache and a draft model."""
+    kv_cache_memory: int = 0
+    """Bytes for KV on a CPU, which limit the number of KV groups."""
     states_per_row: int = 1
     """Recurrent states of a row: with drafts, a second one for the copy before the step."""
 
@@ -266,10 +271,14 @@ def _windows(text: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]
         return ()
     every = int(text.get("sliding_window_pattern") or _FREES_WINDOWS[model_type])
     types = text.get("layer_types")
-    if types is None:
-        is_full = [every > 0 and layer % every == every - 1 for layer in range(num_layers)]
-    else:
+    if model_type in _OPTIONAL_WINDOWS and not text.get("use_sliding_window"):
+        return ()
+    if types is not None:
         is_full = [each != "sliding_attention" for each in types[:num_layers]]
+    elif model_type in _OPTIONAL_WINDOWS:
+        is_full = [layer < int(text.get("max_window_layers", 28)) for layer in range(num_layers)]
+    else:
+        is_full = [every > 0 and layer % every == every - 1 for layer in range(num_layers)]
     return tuple(None if full else window for full in is_full)
 
 
@@ -424,7 +433,14 @@ def kv_groups(sizes: ModelSizes, serving: Serving) -> KVGroups | None:
     if not (serving.frees_windows and sizes.windows):
         return None
     longest = serving.max_model_len or sizes.max_positions or 1 << 30
-    return divide([""] * sizes.num_layers, sizes.windows, max_model_len=longest, chunk=WINDOW_CHUNK)
+    of_layer = serving.block_size * kv_bytes(replace(sizes, num_layers=1), serving.kv_type)
+    return divide(
+        [""] * sizes.num_layers,
+        sizes.windows,
+        max_model_len=longest,
+        chunk=WINDOW_CHUNK,
+        num_layer_blocks=serving.kv_cache_memory // of_layer,
+    )
 
 
 def kv_by_kind(sizes: ModelSizes, serving: Serving) -> dict[str, dict[str, int]]:

@@ -17,6 +17,8 @@ DISK_HEADER_BYTES = 128
 """Bytes before the content of a block's file on disk."""
 MAX_DISK_BLOCKS = 1 << 20
 """Maximum number of blocks on a worker's disk. It bounds the memory of the tables."""
+MAX_WINDOW_ENTRIES = 1 << 25
+"""Maximum number of entries in the scheduler's table of window blocks: one per block and KV group, 8 bytes each."""
 _PAGE_BYTES = 4096
 """Files on a usual file system have a multiple of this size."""
 

@@ -26,7 +26,7 @@ from kernels.native.structures import (
     CTokenConvolution,
 )
 
-ABI = 15
+ABI = 16
 """ABI version that `quire_abi()` of the library must return."""
 LEVELS = {"portable": 0, "avx2": 1, "avx512": 2, "amx": 3}
 _log = logging.getLogger(__name__)

@@ -114,6 +114,7 @@ def run(options: Namespace) -> int:
         frees_windows=options.kv_cache_memory is not None
         and options.speculation != "draft"
         and not parse_bytes(options.disk_cache_bytes),
+        kv_cache_memory=0 if options.kv_cache_memory is None else parse_bytes(options.kv_cache_memory),
         states_per_row=1 if options.speculation == "off" else 2,
     )
     if reason := unsuitable_heads(serving.kv_type, [sizes.head_dim, sizes.rotary_dim or sizes.head_dim]):
@@ -321,7 +322,7 @@ def _page(
         num_windowed = sum(group > 0 for group in groups.groups)
         lines.append(
             f"Windows        {num_windowed} of {sizes.num_layers} layers keep the newest {groups.window:,} tokens and a"
-            f" step; a block holds {groups.num_places} layers"
+            f" step; a block holds {groups.num_places} layer{'' if groups.num_places == 1 else 's'}"
         )
     elif kv_groups(sizes, dataclasses.replace(serving, frees_windows=options.kv_cache_memory is not None)):
         setting = "--disk-cache-bytes" if disk_tokens else "a draft model"

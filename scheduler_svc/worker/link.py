@@ -26,14 +26,12 @@ from shared.frames import (
     FrameTooLargeError,
     MalformedFrameError,
 )
-from shared.kv_sizes import MAX_DISK_BLOCKS
+from shared.kv_sizes import MAX_DISK_BLOCKS, MAX_WINDOW_ENTRIES
 from shared.prefix_keys import KEY_BYTES, root_key
 from shared.versions import UnsupportedVersionError, negotiate, spoken
 
 _MAX_ROWS = 1 << 16
 _MAX_BLOCKS = 1 << 22
-_MAX_WINDOW_ENTRIES = 1 << 25
-"""Limit on the entries of the table of window blocks: one per block and group, 8 bytes each."""
 _MAX_BLOCK_SIZE = 1 << 16
 _MAX_HIDDEN = 1 << 20
 _MAX_DRAFTS = 64
@@ -359,7 +357,7 @@ def _hello(peer: ev.Peer, hello: plan_pb2.Hello) -> ev.WorkerHello:
         and model.hidden_size <= _MAX_HIDDEN
         and hello.max_draft_tokens <= _MAX_DRAFTS
         and 1 <= hello.num_kv_groups <= _MAX_GROUPS
-        and hello.num_blocks * (hello.num_kv_groups - 1) <= _MAX_WINDOW_ENTRIES
+        and hello.num_blocks * (hello.num_kv_groups - 1) <= MAX_WINDOW_ENTRIES
         and (hello.num_kv_groups == 1) == (not hello.window) == (not hello.window_chunk)
         and max(hello.window, hello.window_chunk) <= MAX_SEQUENCE
     ):

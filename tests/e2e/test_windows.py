@@ -8,6 +8,7 @@ import os
 import signal
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,17 @@ from tests.e2e.load import Answer, draw_prompts, generate, generate_all, kv_memo
 
 WINDOW = 64
 BLOCK_SIZE = 16
-MODELS = pytest.mark.parametrize("model", ["Gemma3ForCausalLM", "GptOssForCausalLM"])
+CONFIGS: dict[str, dict[str, Any]] = {
+    "Gemma3ForCausalLM": {},
+    "GptOssForCausalLM": {},
+    "MinistralForCausalLM": {
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "MistralForCausalLM": {"num_hidden_layers": 3},
+}
+"""Fields of the configurations, by class. Own code runs the last two; the last one has a window in every layer."""
+MODELS = pytest.mark.parametrize("model", CONFIGS)
 
 
 def _serve(checkpoint: Path, num_blocks: int, *flags: str) -> AbstractContextManager[Served]:
@@ -38,7 +49,9 @@ def _serve(checkpoint: Path, num_blocks: int, *flags: str) -> AbstractContextMan
 
 
 def _make(model: str, folder: Path) -> Path:
-    return make_checkpoint(model, folder, sliding_window=WINDOW, max_position_embeddings=2048, std=0.1)
+    return make_checkpoint(
+        model, folder, sliding_window=WINDOW, max_position_embeddings=2048, std=0.1, **CONFIGS[model]
+    )
 
 
 def _check(oracle: Oracle, answers: list[Answer]) -> None:
@@ -79,7 +92,7 @@ def test_preemption(model: str, host_cache: str, remedy: str, tmp_path: Path) ->
     checkpoint = _make(model, tmp_path / "model")
     oracle = Oracle(checkpoint)
     prompts = draw_prompts((300, 280, 290, 310), oracle.vocab_size, seed=4)
-    num_blocks = 102 if model == "Gemma3ForCausalLM" else 88
+    num_blocks = 88 if model == "GptOssForCausalLM" else 102
     with _serve(checkpoint, num_blocks, f"--host-cache={host_cache}") as served:
         assert served.count_logged("KV behind sliding windows is freed") == 1
         answers = generate_all(served.grpc, prompts, [400] * len(prompts))

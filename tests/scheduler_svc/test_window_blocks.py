@@ -56,26 +56,30 @@ def _cached(cluster: Cluster, stream: int, prompt: list[int], max_tokens: int = 
 
 
 MODELS = pytest.mark.parametrize(
-    ("what", "windows"),
+    ("what", "windows", "bound"),
     [
-        ("Gemma-3 1B", ([512] * 5 + [None]) * 4 + [512] * 2),
-        ("Gemma-3 4B", ([1024] * 5 + [None]) * 5 + [1024] * 4),
-        ("Gemma-3 12B", ([1024] * 5 + [None]) * 8),
-        ("Gemma-3 27B", ([1024] * 5 + [None]) * 10 + [1024] * 2),
-        ("gpt-oss-20b", [128, None] * 12),
-        ("gpt-oss-120b", [128, None] * 18),
+        ("Gemma-3 1B", ([512] * 5 + [None]) * 4 + [512] * 2, 1.1),
+        ("Gemma-3 4B", ([1024] * 5 + [None]) * 5 + [1024] * 4, 1.1),
+        ("Gemma-3 12B", ([1024] * 5 + [None]) * 8, 1.1),
+        ("Gemma-3 27B", ([1024] * 5 + [None]) * 10 + [1024] * 2, 1.1),
+        ("gpt-oss-20b", [128, None] * 12, 1.1),
+        ("gpt-oss-120b", [128, None] * 18, 1.1),
+        ("a Ministral", [None, 4096, 4096, 4096] * 9, 1.1),
+        # The first layer has a window too, but keeps the KV of all tokens.
+        ("Mistral 7B v0.1", [4096] * 32, 1.32),
+        ("StarCoder2 15B", [4096] * 40, 1.28),
     ],
 )
 
 
 @MODELS
-def test_a_long_row_holds_little_more_than_its_windows_need(what: str, windows: list[int | None]) -> None:
-    """In decode at 32,768 tokens, a row holds at most 1.1 times the KV that its layers need, in whole blocks."""
+def test_a_long_row_holds_little_more_than_its_windows_need(what: str, windows: list[int | None], bound: float) -> None:
+    """In decode at 32,768 tokens, a row holds at most `bound` times the KV that its layers need, in whole blocks."""
     block_size, num_prompt, num_outputs = 16, 31_000, 1_768
     groups = divide([SHAPE] * len(windows), windows, max_model_len=65_536, chunk=WINDOW_CHUNK)
     assert groups is not None
     model = ModelWorker(
-        b"w/1", 20_000, block_size, 4, max_tokens_per_step=8_192, max_model_len=65_536,
+        b"w/1", 30_000, block_size, 4, max_tokens_per_step=8_192, max_model_len=65_536,
         num_kv_groups=groups.num_groups, window=groups.window, window_chunk=WINDOW_CHUNK,
     )  # fmt: skip
     cluster = Cluster(max_num_seqs=4, max_num_batched_tokens=8_192, max_queued_tokens=1 << 20)
@@ -93,11 +97,11 @@ def test_a_long_row_holds_little_more_than_its_windows_need(what: str, windows: 
 
     held = worker.blocks_held * groups.num_places * block_size
     needed = sum(num_tokens if window is None else window for window in windows)
-    assert needed < held <= 1.1 * needed, f"{what}: {held / needed:.3f}"
+    assert needed < held <= bound * needed, f"{what}: {held / needed:.3f}"
 
 
 @MODELS
-def test_as_many_short_requests_run_as_without_groups(what: str, windows: list[int | None]) -> None:
+def test_as_many_short_requests_run_as_without_groups(what: str, windows: list[int | None], bound: float) -> None:
     """Requests that may become long, but are short, need the memory of unused places in blocks at most."""
     groups = divide([SHAPE] * len(windows), windows, max_model_len=32_768, chunk=WINDOW_CHUNK)
     assert groups is not None

@@ -43,6 +43,8 @@ def predicted_memory(
         ("Gemma3ForCausalLM", {"dtype": "bfloat16"}),
         ("Gemma3nForCausalLM", {}),
         ("Gemma4ForCausalLM", {"kv_cache_dtype": "int8"}),
+        ("MistralForCausalLM", {"dtype": "bfloat16"}),
+        ("MistralForCausalLM", {"kv_cache_dtype": "int8", "max_model_len": 600}),
         ("GPT2LMHeadModel", {}),
         ("DeepseekV3ForCausalLM", {}),
         ("DeepseekV3ForCausalLM", {"dtype": "bfloat16", "kv_cache_dtype": "int8"}),
@@ -119,6 +121,37 @@ def test_windows_count_with_their_newest_tokens(tmp_path: Path, capsys: pytest.C
     ):
         assert main(["capacity", *page, *others]) == 0
         assert line in capsys.readouterr().out
+
+
+_OPTIONAL = {"sliding_window": 16, "num_hidden_layers": 4}
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "omitted"),
+    [
+        ("MistralForCausalLM", {}, ()),
+        ("MistralForCausalLM", {"sliding_window": None}, ()),
+        ("MixtralForCausalLM", {}, ()),
+        ("Phi3ForCausalLM", {"sliding_window": 16}, ()),
+        ("MinistralForCausalLM", {"layer_types": ["full_attention", "sliding_attention"]}, ()),
+        ("MinistralForCausalLM", {}, ("layer_types",)),
+        ("Qwen2ForCausalLM", _OPTIONAL | {"use_sliding_window": True, "max_window_layers": 1}, ("layer_types",)),
+        ("Qwen3ForCausalLM", _OPTIONAL | {"use_sliding_window": True, "max_window_layers": 3}, ()),
+        ("Qwen3ForCausalLM", _OPTIONAL | {"use_sliding_window": False}, ("layer_types",)),
+        ("Gemma2ForCausalLM", {}, ()),
+    ],
+)
+def test_windows_are_those_of_the_model(
+    model: str, fields: dict[str, Any], omitted: tuple[str, ...], tmp_path: Path
+) -> None:
+    """config.json gives the windows that the loaded model reports, with and without `layer_types`."""
+    folder = make_checkpoint(model, tmp_path / "model", **fields)
+    file = folder / "config.json"
+    config = {name: value for name, value in json.loads(file.read_text()).items() if name not in omitted}
+    file.write_text(json.dumps(config))
+    loaded, _ = load_model(WorkerConfig(model=str(folder), device="cpu"), CPU)
+
+    assert (sizes_from_config(config).windows or (None,) * len(loaded.windows)) == loaded.windows
 
 
 @pytest.mark.parametrize(("speculation", "checkpoints"), [("off", -1), ("ngram", -1), ("off", 5)])

@@ -8,10 +8,16 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from checks.driver import make_engine
-from measure.testbed.checkpoints import make_checkpoint
+from checks.driver import Driver, make_engine
+from kernels.native.library import native_levels
+from measure.testbed.checkpoints import VOCAB_SIZE, make_checkpoint
 from protos.quire.plan.v1 import plan_pb2
 from shared.columns import to_column
+from shared.kv_sizes import MAX_WINDOW_ENTRIES
+from tests.cpu_kernels import cpu_kernels
+from tests.worker_svc.oracle import Oracle, Verdict
+from tests.worker_svc.test_oracle import OUTPUT_LENGTH, generate_all
+from tests.worker_svc.test_speculation import guess
 from worker_svc.interface.errors import PlanError
 from worker_svc.interface.limits import Limits
 from worker_svc.link.decoding import decode_plan
@@ -41,14 +47,46 @@ def test_layers_are_divided_by_their_windows() -> None:
     [
         ([], 1000),
         ([None] * 8, 1000),
-        ([5] * 8, 1000),
+        ([5] * 8, 15),
         ([5, None] * 4, 15),
         ([5, None, None, None] * 2, 1000),  # Three quarters of a block would be empty in the second group.
     ],
 )
 def test_other_models_have_one_group(windows: list[int | None], max_model_len: int) -> None:
-    """Without both kinds of layers, with short sequences only, or with much unused memory, blocks hold all layers."""
+    """Without a window, with short sequences only, or with much unused memory, blocks hold all layers."""
     assert divide([SHAPE] * 8, windows, max_model_len=max_model_len, chunk=10) is None
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "max_model_len", "num_layer_blocks", "num_groups", "num_places"),
+    [
+        (8, 1000, 0, 8, 1),
+        (126, 1000, 0, 63, 2),  # One layer per group would be more than 64 groups.
+        (80, 1000, 1 << 22, 20, 4),  # A block per layer would be too many blocks for the scheduler's table.
+        (7, 16, 0, 7, 1),
+    ],
+)
+def test_first_layers_are_kept_if_all_have_a_window(
+    num_layers: int, max_model_len: int, num_layer_blocks: int, num_groups: int, num_places: int
+) -> None:
+    """The first group has the fewest layers for which the number of groups and of blocks is not too large."""
+    groups = divide(
+        [SHAPE] * num_layers, [5] * num_layers,
+        max_model_len=max_model_len, chunk=10, num_layer_blocks=num_layer_blocks,
+    )  # fmt: skip
+
+    assert groups is not None
+    assert groups.groups == tuple(layer // num_places for layer in range(num_layers))
+    assert groups.places == tuple(layer % num_places for layer in range(num_layers))
+    assert (groups.num_groups, groups.window) == (num_groups, 5)
+
+
+def test_the_scheduler_accepts_the_number_of_blocks() -> None:
+    """With the largest number of blocks per layer, the scheduler's table of window blocks has room for all."""
+    for num_layer_blocks in range(1 << 16, 1 << 24, 1 << 16):
+        groups = divide([SHAPE] * 32, [5] * 32, max_model_len=1000, chunk=10, num_layer_blocks=num_layer_blocks)
+        if groups is not None:
+            assert num_layer_blocks // groups.num_places * (groups.num_groups - 1) <= MAX_WINDOW_ENTRIES
 
 
 def test_layers_of_different_sizes_have_one_group() -> None:
@@ -76,9 +114,9 @@ def test_tables_for_windows_grow_and_repeat() -> None:
     )
     rows.change(decode_plan(append, LIMITS))
 
-    assert rows.tables[0].blocks(1).tolist() == list(range(13))
-    assert rows.tables[1].blocks(1)[2:].tolist() == [20, 21, 22, 23, 24, 25, 21, 22, 23, 40, 25]
-    assert rows.tables[2].blocks(1)[2:].tolist() == [30, 31, 32, 33, 34, 35, 31, 32, 33, 41, 35]
+    assert rows.tables.blocks(1)[0].tolist() == list(range(13))
+    assert rows.tables.blocks(1)[1, 2:].tolist() == [20, 21, 22, 23, 24, 25, 21, 22, 23, 40, 25]
+    assert rows.tables.blocks(1)[2, 2:].tolist() == [30, 31, 32, 33, 34, 35, 31, 32, 33, 41, 35]
     rows.check_chunks(np.array([1]), np.array([8]))
     with pytest.raises(PlanError, match="exceeds 8 tokens"):
         rows.check_chunks(np.array([1]), np.array([9]))
@@ -116,6 +154,14 @@ def test_more_positions_than_a_table_has_are_refused() -> None:
     )
     with pytest.raises(PlanError, match="a row exceeds 21 blocks"):
         rows.change(decode_plan(append, LIMITS))
+
+
+def test_positions_that_all_repeat_need_no_blocks() -> None:
+    """A plan may say of every position that it reuses the blocks of a period earlier."""
+    append = plan_pb2.Plan(
+        append_rows=to_column([1]), append_blocks=to_column([10]), append_windows=to_column([-1, -1])
+    )
+    assert decode_plan(append, LIMITS).append_windows.tolist() == [[-1, -1]]
 
 
 @pytest.mark.parametrize(
@@ -161,3 +207,51 @@ def test_a_worker_says_whether_it_frees_windows(
     (line,) = [each["event"] for each in logs if "behind sliding windows" in each["event"]]
     assert (engine.limits.num_kv_groups > 1) == (kept_with is None)
     assert ("is freed" if kept_with is None else f"is kept: not supported with {kept_with};") in line
+
+
+LEVELS = ["off", *(kernels.level_name for kernels in native_levels())]
+_SLIDES = ["full_attention", "sliding_attention", "sliding_attention"]
+WINDOWED: dict[str, dict[str, Any]] = {
+    "MinistralForCausalLM": {"layer_types": _SLIDES * 2},
+    "Qwen2ForCausalLM": {
+        "use_sliding_window": True, "sliding_window": 16, "layer_types": ["full_attention"] * 2 + _SLIDES[1:] * 2,
+    },
+    "MistralForCausalLM": {},
+    "Phi3ForCausalLM": {"sliding_window": 16},
+}  # fmt: skip
+"""Fields of the configurations, by class. Own code runs all but Phi-3; the last two have a window in every layer."""
+
+
+@pytest.fixture(scope="module", params=WINDOWED)
+def windowed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Oracle]:
+    """Return a checkpoint with six layers and windows, and the reference for its tokens."""
+    folder = make_checkpoint(
+        *(request.param, tmp_path_factory.mktemp("model")), num_hidden_layers=6, **WINDOWED[request.param]
+    )
+    return folder, Oracle(folder)
+
+
+@pytest.mark.drawn(8)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("speculation", ["off", "ngram"])
+def test_rows_use_window_blocks_again(windowed: tuple[Path, Oracle], level: str, speculation: str) -> None:
+    """Tokens behind a window that was freed are those of `transformers`, with random chunks and with drafts."""
+    folder, oracle = windowed
+    with cpu_kernels(level):
+        engine = make_engine(
+            folder, block_size=8, max_num_seqs=4, max_num_batched_tokens=96, speculation=speculation, dtype="float32"
+        )
+        driver = Driver(engine, seed=1)
+        prompts = [driver.rng.integers(0, VOCAB_SIZE, length).tolist() for length in (1, 33, 130, 480, 600)]
+        if speculation != "off":
+            known = [[*prompt, *oracle.generate(prompt, OUTPUT_LENGTH + 4)] for prompt in prompts]
+            guess(engine, known, seed=2, wrong=0.25)
+        answers, events = generate_all(driver, prompts, draft_limit=0 if speculation == "off" else 4)
+
+    assert engine.limits.num_kv_groups > 1
+    assert speculation == "ngram" or all(events.values()), f"the schedule was too tame: {events}"
+    assert (driver.num_drafted > driver.num_accepted > 0) == (speculation == "ngram")
+    verdict = Verdict()
+    for prompt, answer in zip(prompts, answers, strict=True):
+        oracle.judge(prompt, answer, verdict)
+    assert verdict.near_ties * 1000 <= verdict.num_tokens, f"{verdict.near_ties} near ties"

@@ -63,7 +63,9 @@ def test_a_second_plan_may_be_launched_before_the_first_is_answered(checkpoint: 
     assert verdict.near_ties == 0
 
 
-def generate_all(driver: Driver, prompts: list[list[int]]) -> tuple[list[list[int]], dict[str, int]]:
+def generate_all(
+    driver: Driver, prompts: list[list[int]], draft_limit: int = 0
+) -> tuple[list[list[int]], dict[str, int]]:
     """Generate `OUTPUT_LENGTH` tokens per prompt under a random schedule; also count the events in it."""
     rng = driver.rng
     waiting = list(enumerate(prompts))
@@ -73,7 +75,10 @@ def generate_all(driver: Driver, prompts: list[list[int]]) -> tuple[list[list[in
     while waiting or request_of:
         while waiting and driver.free_rows():
             request, tokens = waiting.pop(0)
-            request_of[driver.admit(tokens, row=int(rng.choice(driver.free_rows())))] = request
+            row = driver.admit(tokens, row=int(rng.choice(driver.free_rows())))
+            request_of[row] = request
+            if draft_limit:
+                driver.speculate(row, draft_limit)
         for row in list(request_of):
             state = driver.rows[row]
             if state.in_prefill:

@@ -90,8 +90,10 @@ def build_engine(
         most = min(config.cuda_graph_tokens or largest_captured(gpu, num_weights, num_layers), max_tokens)
         graphs = _graphs(limits, most, model, draft_model)
     setting = "kv_cache_memory" if device.type == "cpu" else "gpu_memory_utilization"
-    kv_groups = _kv_groups(config, model, limits, accelerator, has_draft_model=draft_model is not None)
     memory = _memory_for_kv(config, model, limits, description.kv_dtype, device, graphs)
+    of_layer = block_bytes(model.kv_shapes[:1], limits.block_size, description.kv_dtype)
+    (num_layer_blocks,) = group.least((memory // of_layer if of_layer else 0,))
+    kv_groups = _kv_groups(config, model, limits, accelerator, num_layer_blocks, has_drafter=draft_model is not None)
     num_others = 0
     if kv_groups is not None:
         get_logger().info(
@@ -162,19 +164,39 @@ def _cache_kinds(model: Model, kv_groups: KVGroups | None) -> tuple[str, ...]:
 
 
 def _kv_groups(
-    config: WorkerConfig, model: Model, limits: Limits, accelerator: Accelerator | None, *, has_draft_model: bool
+    config: WorkerConfig,
+    model: Model,
+    limits: Limits,
+    accelerator: Accelerator | None,
+    num_layer_blocks: int,
+    *,
+    has_drafter: bool,
 ) -> KVGroups | None:
     """Return the groups of layers, or None for one group. Log which setting prevents groups.
 
     Blocks of several groups are not written to disk. They have no room for the KV of a draft model, whose layers have
     other sizes. Graphs have the tables of one group.
+
+    Args:
+        config: the worker's configuration.
+        model: the loaded model.
+        limits: the worker's limits.
+        accelerator: the accelerator of `build_engine`.
+        num_layer_blocks: see `divide`.
+        has_drafter: whether the worker has a draft model.
     """
     if model.state_bytes:
         return None
-    groups = divide(model.kv_shapes, model.windows, max_model_len=limits.max_model_len, chunk=WINDOW_CHUNK)
+    groups = divide(
+        model.kv_shapes,
+        model.windows,
+        max_model_len=limits.max_model_len,
+        chunk=WINDOW_CHUNK,
+        num_layer_blocks=num_layer_blocks,
+    )
     preventing = {
         "disk_cache": bool(config.disk_cache),
-        "draft_model": has_draft_model,
+        "draft_model": has_drafter,
         "cuda_graphs": config.cuda_graphs and accelerator is not None,
     }
     settings = [name for name, is_used in preventing.items() if is_used]

@@ -382,7 +382,7 @@ class BatchBuilder:
         saves: tuple[StateSave, ...] = (),
         *,
         drafting: tuple[int, ...] = (),
-        windowed: Callable[[torch.Tensor, int], tuple[tuple[torch.Tensor, torch.Tensor], ...]],
+        windowed: Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor] | None],
     ) -> AttentionInputs:
         """Return the inputs for rows with `lengths[i]` tokens up to position `ends[i]`; one-token rows come first."""
         return AttentionInputs(
@@ -454,24 +454,26 @@ class BatchBuilder:
         self._rows_on_device = upload(rows.copy(), self._device)
         self._query_start = upload(np.arange(len(rows) + 1, dtype=np.int32), self._device)
 
-    def _slots(self, rows: IntArray, positions: IntArray, group: int = 0) -> IntArray:
+    def _slots(self, rows: IntArray, positions: IntArray) -> IntArray:
         index, offset = np.divmod(positions, self._block_size)
-        return self._table.tables[group].blocks_at(rows, index) * self._block_size + offset
+        return self._table.tables.blocks_at(rows, index) * self._block_size + offset
 
-    def _block_tables(self, rows: torch.Tensor, longest: int, group: int = 0) -> torch.Tensor:
-        """Return the rows' block tables `[R, blocks of the longest row] int32`."""
+    def _block_tables(self, rows: torch.Tensor, longest: int) -> torch.Tensor:
+        """Return the rows' block tables `[R, blocks of the longest row] int32` in the first group."""
         num_blocks = -(-longest // self._block_size)
-        return self._table.tables[group].device_tables[:, :num_blocks].index_select(0, rows)
+        return self._table.tables.device_tables[:, :num_blocks].index_select(0, rows)
 
     def _windowed(
         self, token_rows: IntArray, positions: IntArray, rows: torch.Tensor, longest: int
-    ) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return `AttentionInputs.windowed` for tokens at these positions of their rows."""
         if not self._groups:
-            return ()
-        slots = [self._slots(token_rows, positions, group) for group in range(1, len(self._table.tables))]
-        on_device = upload(np.stack(slots), self._device).unbind()
-        return tuple((each, self._block_tables(rows, longest, number)) for number, each in enumerate(on_device, 1))
+            return None
+        tables = self._table.tables
+        index, offset = np.divmod(positions, self._block_size)
+        slots = tables.window_blocks_at(token_rows, index) * self._block_size + offset
+        num_blocks = -(-longest // self._block_size)
+        return upload(slots, self._device), tables.device_window_tables[:, :, :num_blocks].index_select(1, rows)
 
     def _upload(self, arrays: tuple[IntArray | Int32Array, ...], dtype: npt.DTypeLike) -> tuple[torch.Tensor, ...]:
         """Upload the arrays with one copy."""

@@ -121,7 +121,7 @@ class DecodeLanes:
             self._rows[:bucket],
             self._computed[:bucket],
             table.last_token,
-            table.tables[0].device_tables,
+            table.tables.device_tables,
             table.limits.block_size,
             inputs,
         )

@@ -181,7 +181,8 @@ def _appends(message: plan_pb2.Plan, limits: Limits) -> tuple[IntArray, Int32Arr
     is_new = windowed != -1
     if (is_new != is_new[:, :1]).any():
         raise PlanError("append: a position has new blocks in some tables for windows only")
-    _check_blocks(windowed[is_new], limits)
+    if is_new.any():
+        _check_blocks(windowed[is_new], limits)
     return narrow.astype(np.int64), blocks, windowed
 
 

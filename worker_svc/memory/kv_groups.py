@@ -1,13 +1,16 @@
 """KV groups: which layers share a block table, so that the KV behind a sliding window can be freed.
 
 Without groups, a block holds the KV of its tokens in all layers, and no block can be freed while a layer attends to all
-tokens. With groups, a block holds the KV of one group. The first group has the layers that attend to all tokens. The
-layers with a window form further groups of at most as many layers, so that blocks of all groups have equal sizes and
-one pool serves them. Layer i of each group uses the i-th pair of tensors.
+tokens. With groups, a block holds the KV of one group. The first group keeps the KV of all tokens. It has the layers
+that attend to all tokens, or some layers if all have a window. The other layers form further groups of at most as many
+layers, so that blocks of all groups have equal sizes and one pool serves them. Layer i of each group uses the i-th pair
+of tensors.
 """
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+
+from shared.kv_sizes import MAX_WINDOW_ENTRIES
 
 WINDOW_CHUNK = 384
 """Maximum number of tokens of one row in a step. A row holds the KV of so many tokens in addition to its window."""
@@ -49,31 +52,56 @@ class KVGroups:
 
 
 def divide(
-    shapes: Sequence[Hashable], windows: Sequence[int | None], *, max_model_len: int, chunk: int
+    shapes: Sequence[Hashable],
+    windows: Sequence[int | None],
+    *,
+    max_model_len: int,
+    chunk: int,
+    num_layer_blocks: int = 0,
 ) -> KVGroups | None:
     """Divide layers into groups; return None if one group suits them better.
 
-    That is the case if all layers have the same kind, if their KV differs in size, if no sequence is longer than what a
+    That is the case if no layer has a window, if the layers' KV differs in size, if no sequence is longer than what a
     row holds in any case, or if too many places of blocks would be unused.
+
+    If all layers have a window, the first group has the first layers, as many as take the least memory for the longest
+    sequence. These layers keep the KV of all tokens, but attend to their window only.
 
     Args:
         shapes: the KV shape of each layer; only compared.
         windows: the sliding window of each layer, tokens; None without one. Empty if the model supports one group only.
         max_model_len: length of the longest sequence, tokens.
         chunk: maximum number of tokens of one row in a step.
+        num_layer_blocks: number of blocks that memory holds if a block holds one layer; 0 for no limit.
     """
     full = [layer for layer, window in enumerate(windows) if window is None or window >= max_model_len]
     windowed = [layer for layer in range(len(windows)) if layer not in full]
-    if not full or not windowed or len(set(shapes)) > 1:
+    if not windowed or len(set(shapes)) > 1:
         return None
     window = max(window for layer in windowed if (window := windows[layer]) is not None)
-    num_tables = -(-len(windowed) // len(full))
-    unused = num_tables * len(full) - len(windowed)
-    if unused > _MAX_UNUSED * len(windows) or num_tables >= MAX_GROUPS or window + chunk >= max_model_len:
+    if window + chunk >= max_model_len:
         return None
-    groups, places = [0] * len(windows), [0] * len(windows)
-    for place, layer in enumerate(full):
-        places[layer] = place
-    for number, layer in enumerate(windowed):
-        groups[layer], places[layer] = 1 + number // len(full), number % len(full)
+    sizes = [len(full)] if full else range(1, len(windowed))
+    fitting = [
+        _groups(full, windowed, size, window) for size in sizes if _suits(size, len(windows) - size, num_layer_blocks)
+    ]
+    return min(fitting, key=lambda groups: groups.num_places * groups.blocks(max_model_len, 1), default=None)
+
+
+def _suits(size: int, num_others: int, num_layer_blocks: int) -> bool:
+    """Return whether groups of `size` layers suit a model with so many layers after its first group."""
+    num_tables = -(-num_others // size)
+    return (
+        num_tables < MAX_GROUPS
+        and num_tables * size - num_others <= _MAX_UNUSED * (size + num_others)
+        and num_tables * (num_layer_blocks // size) <= MAX_WINDOW_ENTRIES
+    )
+
+
+def _groups(full: list[int], windowed: list[int], size: int, window: int) -> KVGroups:
+    """Return groups of `size` layers. The first one has the layers without a window, or the first `size` layers."""
+    num_layers = len(full) + len(windowed)
+    groups, places = [0] * num_layers, [0] * num_layers
+    for number, layer in enumerate(full + windowed):
+        groups[layer], places[layer] = number // size, number % size
     return KVGroups(tuple(groups), tuple(places), window)

@@ -69,13 +69,17 @@ class AttentionInputs:
     """Rows with drafts, whose recurrent states are copied before the step."""
     groups: tuple[int, ...] = ()
     """KV group of each layer; empty if all layers use the tables above."""
-    windowed: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
-    """Slot mapping and block tables of each KV group after the first. Entries in front of the window are not valid."""
+    windowed: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Slot mappings `[groups - 1, T] int64` and block tables `[groups - 1, R, max_blocks] int32` of the KV groups after
+    the first; None with one group. Entries of tables in front of the window are not valid.
+    """
 
     def places(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the slot mapping and the block tables of a layer."""
-        group = self.groups[layer] if self.groups else 0
-        return self.windowed[group - 1] if group else (self.slot_mapping, self.block_tables)
+        if self.windowed is None or not (group := self.groups[layer]):
+            return self.slot_mapping, self.block_tables
+        slots, tables = self.windowed
+        return slots[group - 1], tables[group - 1]
 
     def schedule(self, sliding_window: int | None, num_kv_heads: int) -> DecodeSchedule | None:
         """Return the split of decode rows' keys among GPU programs, for all layers with these parameters.

@@ -112,8 +112,7 @@ class LlamaModel:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        # The native kernels use the same tables for all layers.
-        return tuple(layer.sliding_window for layer in self._layers) if self._packed is None else ()
+        return tuple(windows(self._config))
 
     @property
     def state_bytes(self) -> int:
@@ -178,6 +177,8 @@ class LlamaModel:
                 caches,
                 kept_index,
                 num_logits=num_logits,
+                groups=attention.groups,
+                windowed=attention.windowed,
             )
         hidden = self._hidden(input_ids, positions, attention, caches, kept_index)
         return Linear(self._head, None, self._head_codes)(hidden[:num_logits]), hidden[num_logits:]

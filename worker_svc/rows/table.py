@@ -90,7 +90,7 @@ class RowTable:
         self._known = None if follows or limits.state_bytes or limits.num_kv_groups > 1 else KnownTokens()
         self._membership = 0
         self._decode_rows: tuple[int, IntArray] = (-1, np.zeros(0, np.int64))
-        self.tables = tuple(BlockTables(rows, limits.max_blocks_per_row, state) for _ in range(limits.num_kv_groups))
+        self.tables = BlockTables(limits.num_kv_groups, rows, limits.max_blocks_per_row, state)
         self.sampling = SamplingColumns(rows)
         self.needs_all_logits = np.zeros(rows, np.bool_)
         """`[max_rows]`: see `Admission.needs_all_logits`."""
@@ -144,8 +144,7 @@ class RowTable:
         """Return the decode rows among `rows` that may have drafts in the next step, and the most drafts of each."""
         ends = self._num_computed[rows] + 1
         most = np.minimum(self._draft_limit[rows], self._limits.max_model_len - ends - 1)
-        for tables in self.tables:
-            most = np.minimum(most, tables.lengths[rows] * self._limits.block_size - ends)
+        most = np.minimum(most, self.tables.lengths[rows] * self._limits.block_size - ends)
         may = most > 0
         return rows[may], most[may]
 
@@ -269,9 +268,8 @@ class RowTable:
         """
         if int(ends.max()) > self._limits.max_model_len:
             raise PlanError(f"step: a row exceeds max_model_len {self._limits.max_model_len}")
-        for tables in self.tables:
-            if (tables.lengths[rows] * self._limits.block_size < ends).any():
-                raise PlanError("step: a row has no block for its next token")
+        if (self.tables.lengths[rows] * self._limits.block_size < ends).any():
+            raise PlanError("step: a row has no block for its next token")
 
     def advance(self, chunk_rows: IntArray, chunk_lengths: IntArray) -> npt.NDArray[np.bool_]:
         """Count a step's tokens as computed: one per decode row, a chunk per row in `chunk_rows`.
@@ -359,7 +357,7 @@ class RowTable:
             # Each sampled token proves the KV of all tokens before it.
             is_proven = len(tokens) > int(self._num_tokens[row])
             length = len(tokens) - 1 if self._state[row] == RowState.DECODE else int(self._num_computed[row])
-            blocks = self.tables[0].blocks(row)[: -(-length // self._limits.block_size)]
+            blocks = self.tables.blocks(row)[0, : -(-length // self._limits.block_size)]
             if length:
                 found.append(Retained(self._prefix_roots[row], tokens[:length], blocks, is_proven))
         return tuple(found)
@@ -373,8 +371,7 @@ class RowTable:
         if self._known is not None:
             self._known.clear()
         self._any_failed = False
-        for tables in self.tables:
-            tables.clear()
+        self.tables.clear()
         if self._state_on_device is not None:
             self._state_on_device.forget()
         return rows
@@ -446,10 +443,11 @@ class RowTable:
             self._known.admit(row, admission.generation, tokens)
         if self._history is not None:
             self._history.admit(row, tokens)
-        self.tables[0].replace(row, admission.block_tables[0])
+        blocks = admission.block_tables[0][None]
+        if len(admission.block_tables) > 1:
+            blocks = np.concatenate((blocks, _window_tables(admission)))
+        self.tables.replace(row, blocks)
         self._window_first[row], self._window_period[row] = admission.window_first, admission.window_period
-        for tables, blocks in zip(self.tables[1:], admission.block_tables[1:], strict=True):
-            tables.replace(row, _whole(blocks, admission))
         self.pooling.admit(row, admission.pooling)
         self.sampling.set(row, admission.sampling)
         self.needs_all_logits[row] = admission.needs_all_logits
@@ -466,23 +464,29 @@ class RowTable:
     def _append(self, plan: Plan) -> None:
         rows = plan.append_rows
         self._check_used(rows, "append")
-        if len(self.tables) > 1:
-            self._append_windows(rows, plan.append_windows)
-        self.tables[0].append(rows, plan.append_blocks)
+        blocks = plan.append_blocks[None]
+        if self._limits.num_kv_groups > 1:
+            blocks = np.concatenate((blocks, self._window_blocks(rows, plan.append_windows)))
+        self.tables.append(rows, blocks)
 
-    def _append_windows(self, rows: IntArray, blocks: Int32Array) -> None:
-        """Add one position to the tables for windows of each row; see `Plan.append_windows`."""
-        positions = self.tables[0].next_positions(rows)
-        self.tables[0].check_room(int(positions.max()) + 1)
+    def _window_blocks(self, rows: IntArray, blocks: Int32Array) -> Int32Array:
+        """Return the blocks `[tables, n]` of each row's next position in its tables for windows.
+
+        Args:
+            rows: `[n]`.
+            blocks: see `Plan.append_windows`.
+
+        Raises:
+            PlanError: a position has no block, or a row has too many.
+        """
+        positions = self.tables.next_positions(rows)
+        self.tables.check_room(int(positions.max()) + 1)
         before = positions - self._window_period[rows]
         is_new = blocks[:, 0] >= 0 if len(blocks) else np.zeros(len(rows), np.bool_)
-        if (~is_new & ((before < self._window_first[rows]) | (before >= self.tables[0].lengths[rows]))).any():
+        if (~is_new & ((before < self._window_first[rows]) | (before >= self.tables.lengths[rows]))).any():
             raise PlanError("append: a position of a window has no block, and there is none a period before")
-        for number, tables in enumerate(self.tables[1:]):
-            added = tables.blocks_at(rows, np.maximum(before, 0)).astype(np.int32)
-            if len(blocks):
-                added = np.where(is_new, blocks[:, number], added)
-            tables.append(rows, added)
+        added = self.tables.window_blocks_at(rows, np.maximum(before, 0)).astype(np.int32)
+        return np.where(is_new, blocks.T, added) if len(blocks) else added
 
     def _set_held(self, rows: IntArray, *, held: bool) -> None:
         what = "hold" if held else "release"
@@ -499,10 +503,11 @@ def _in_words(field: str) -> str:
     return "banned_token_ids or bad_words" if field == "sampling.banned_token_ids" else field.rpartition(".")[2]
 
 
-def _whole(blocks: Int32Array, admission: Admission) -> Int32Array:
-    """Return a row's table for a window, from position 0 to the end of the first group's table."""
+def _window_tables(admission: Admission) -> Int32Array:
+    """Return a row's tables for windows `[tables, positions]`, from position 0 to the end of the first group's."""
+    blocks = np.stack(admission.block_tables[1:])
     positions = np.arange(len(admission.block_tables[0])) - admission.window_first
-    length, period = len(blocks), admission.window_period
+    length, period = blocks.shape[1], admission.window_period
     repeated = length - period + (positions - length) % period
-    whole: Int32Array = blocks[np.where(positions < length, np.maximum(positions, 0), repeated)]
-    return whole
+    tables: Int32Array = blocks[:, np.where(positions < length, np.maximum(positions, 0), repeated)]
+    return tables

@@ -224,7 +224,7 @@ class DraftModelProposer:
         """Return the first position of a row, up to `end`, whose KV the draft model has not computed."""
         size = self._table.limits.block_size
         begins = np.arange(0, end, size)
-        computed = self._in_block[self._table.tables[0].blocks_at(np.full_like(begins, row), begins // size)]
+        computed = self._in_block[self._table.tables.blocks_at(np.full_like(begins, row), begins // size)]
         incomplete = np.flatnonzero(computed < np.minimum(size, end - begins))
         return end if not len(incomplete) else int(begins[incomplete[0]] + computed[incomplete[0]])
 
@@ -249,7 +249,7 @@ class DraftModelProposer:
     def _slots(self, rows: IntArray, positions: IntArray) -> tuple[IntArray, IntArray]:
         """Return the block of each token, and its place in the block."""
         index, offsets = np.divmod(positions, self._table.limits.block_size)
-        return self._table.tables[0].blocks_at(rows, index), offsets
+        return self._table.tables.blocks_at(rows, index), offsets
 
     def _forward(self, rows: IntArray, starts: IntArray, lengths: IntArray, ids: torch.Tensor) -> torch.Tensor:
         """Compute `lengths[i]` tokens of each row from position `starts[i]` on.
@@ -271,7 +271,7 @@ class DraftModelProposer:
         num_blocks = -(-int(ends.max()) // block_size)
         attention = AttentionInputs(
             slot_mapping=slots_,
-            block_tables=table.tables[0].device_tables[:, :num_blocks].index_select(0, rows_),
+            block_tables=table.tables.device_tables[:, :num_blocks].index_select(0, rows_),
             query_start=narrow[: len(query_start)],
             context_lens=narrow[len(query_start) :],
             max_query_len=int(lengths.max()),

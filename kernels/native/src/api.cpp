@@ -26,7 +26,7 @@ namespace {
 using namespace quire;
 
 // Version of the ABI: increased with every change of a structure or function, together with ABI in library.py.
-constexpr int kAbi = 15;
+constexpr int kAbi = 16;
 
 const Kernels* kernels_of(int level) {
   switch (level) {

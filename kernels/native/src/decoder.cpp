@@ -337,6 +337,8 @@ class Run {
     for (int64_t i = 0; i < d_.hidden; ++i) out[i] += weight * x[i];
   }
 
+  int64_t group_of(int64_t layer) const { return s_.groups == nullptr ? 0 : s_.groups[layer]; }
+
   void rotate_and_write(const Layer& layer, int64_t index, float* qkv, int64_t stride) {
     const int64_t head_dim = d_.head_dim, token_bytes = kv_code_bytes(d_.cache_format, head_dim);
     const int64_t scale_bytes = kv_scale_bytes(d_.cache_format, head_dim);
@@ -348,11 +350,13 @@ class Run {
       else
         k_.store(d_.cache_format, x, head_dim, to);
     };
+    const int64_t group = group_of(index);
+    const int64_t* const slots = group == 0 ? s_.slots : s_.window_slots + (group - 1) * s_.num_tokens;
     char* const k_cache = static_cast<char*>(const_cast<void*>(s_.k_caches[index]));
     char* const v_cache = static_cast<char*>(const_cast<void*>(s_.v_caches[index]));
     parallel_chunks(s_.num_tokens, kGrain / stride, [&](int64_t begin, int64_t end) {
       for (int64_t token = begin; token < end; ++token) {
-        const int64_t position = s_.positions[token], slot = s_.slots[token];
+        const int64_t position = s_.positions[token], slot = slots[token];
         const float* const cos = d_.cos + position * d_.rotary_half;
         const float* const sin = d_.sin + position * d_.rotary_half;
         float* head = qkv + token * stride;
@@ -387,7 +391,9 @@ class Run {
     a.num_kv_heads = static_cast<int32_t>(d_.num_kv_heads);
     a.head_dim = static_cast<int32_t>(d_.head_dim);
     a.block_size = static_cast<int32_t>(d_.block_size);
-    a.block_tables = s_.block_tables;
+    const int64_t group = group_of(index);
+    a.block_tables =
+        group == 0 ? s_.block_tables : s_.window_tables + (group - 1) * s_.num_rows * s_.table_stride;
     a.table_stride = s_.table_stride;
     a.query_start = s_.query_start;
     a.context_lens = s_.context_lens;

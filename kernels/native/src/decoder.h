@@ -64,6 +64,9 @@ struct Step {
   const int64_t* slots;            // [T]; negative: not written
   const int32_t* block_tables;     // [R][table_stride]
   int64_t table_stride;
+  const int64_t* groups;           // [layers]: KV group of each layer, or null: every layer uses the places above
+  const int64_t* window_slots;     // [groups - 1][T]: those of the groups after the first
+  const int32_t* window_tables;    // [groups - 1][R][table_stride]
   const int32_t* query_start;      // [R + 1]
   const int32_t* context_lens;     // [R]
   const void* const* k_caches;     // [layers] of [blocks][kv_heads][block_size][head_dim]
