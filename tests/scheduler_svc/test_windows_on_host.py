@@ -12,7 +12,8 @@ from scheduler_svc.core.memory.host_keys import BlockEntry, HostKeys
 from scheduler_svc.core.memory.prefix_cache import PrefixCache
 from scheduler_svc.core.memory.window_blocks import WindowBlocks, WindowRoom, WindowSizes, window_key
 from scheduler_svc.core.planning import host_copies
-from shared.prefix_keys import KEY_BYTES
+from scheduler_svc.core.workers.cost_model import CostModel
+from shared.prefix_keys import KEY_BYTES, BlockKey
 from tests.scheduler_svc.cluster import FRONTEND, Cluster
 
 SIZES = WindowSizes(block_size=4, window=9, num_tables=2, max_step=8)
@@ -35,6 +36,21 @@ def _cluster(*, num_host_blocks: int = 800, copy_s: float = 1e-9, copies_overlap
 
 def _prompt(session: int) -> list[int]:
     return [100 + 10 * session + number % 7 for number in range(NUM_PROMPT)]
+
+
+def _keys(number: int) -> bytes:
+    """Return the joined keys of so many blocks."""
+    return b"".join(bytes([place]) * KEY_BYTES for place in range(number))
+
+
+class _CountingKeys(HostKeys):
+    """An empty table that counts lookups."""
+
+    num_lookups = 0
+
+    def get(self, key: BlockKey) -> int | None:
+        self.num_lookups += 1
+        return super().get(key)
 
 
 def _serve(cluster: Cluster, stream: int, prompt: list[int], max_tokens: int = 5) -> int:
@@ -145,11 +161,25 @@ def test_slow_copies_are_not_made() -> None:
     assert cluster.core.stats().workers[0].swapped_in_blocks == 0
 
 
+def test_a_prefix_that_is_not_copied_because_computing_is_faster_is_not_called_unusable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its window is in host memory, so neither the story nor the metric says that a window was missing."""
+    cluster = _cluster()
+    _serve(cluster, 1, _prompt(1))
+    _fill(cluster)
+    monkeypatch.setattr(CostModel, "restores", lambda *_: False)
+
+    assert _serve(cluster, 2, [*_prompt(1), 7, 8]) == 0
+    assert not any("not usable" in line for line in cluster.story(2))
+    assert cluster.core.stats().workers[0].counters.unusable_tokens == 0
+
+
 def test_only_the_last_two_tails_of_a_run_move() -> None:
     """Earlier tails are of use only to requests that leave the conversation there, so they are not copied."""
     windows = WindowBlocks(300, SIZES)
     cache = PrefixCache(300, windows=windows)
-    keys = b"".join(bytes([number]) * KEY_BYTES for number in range(20))
+    keys = _keys(20)
     num_new = windows.num_taken(0, 20, (5, 10, 20))
     room = WindowRoom(NO_INDICES.reshape(0, 2), num_new, num_new, (5, 10, 20))
     windows.open(0, room, np.arange(100, 100 + num_new), num_shared=0, num_blocks=20)
@@ -178,7 +208,7 @@ def test_only_the_last_two_tails_of_a_run_move() -> None:
 def test_a_prefix_reaches_as_far_as_both_tiers_have_a_whole_tail() -> None:
     """A tail may be partly on the device and partly in host memory. One missing block makes it useless."""
     windows, host = WindowBlocks(300, SIZES), HostKeys(50)
-    keys = b"".join(bytes([number]) * KEY_BYTES for number in range(20))
+    keys = _keys(20)
     blocks = np.arange(12)
 
     def store(position: int, table: int) -> None:
@@ -197,6 +227,36 @@ def test_a_prefix_reaches_as_far_as_both_tiers_have_a_whole_tail() -> None:
     assert windows.reach_with_host(blocks, keys, 20, host) == 19
     assert windows.missing(blocks, 19).tolist() == [[17, 0], [17, 1], [18, 0], [18, 1]]
     assert windows.reach_with_host(blocks, keys, 18, host) == 12
+
+
+def test_the_longest_reach_of_any_tiers() -> None:
+    """The reach is the longest prefix whose last `tail` positions, or all of them, are complete."""
+    rng = np.random.default_rng(1)
+    for window in (2, 5, 9, 21):
+        sizes = WindowSizes(block_size=4, window=window, num_tables=2, max_step=8)
+        for _ in range(100):
+            num_known, num_blocks = int(rng.integers(0, 16)), int(rng.integers(0, 16))
+            windows, host, keys = WindowBlocks(100, sizes), HostKeys(100), _keys(num_known)
+            has = rng.random((2, num_known, 2)) < rng.uniform(0.3, 1.0)
+            has[0, num_blocks:] = False
+            full, tables = np.nonzero(has[0])
+            windows.restore(full, tables, 50 + np.arange(len(full)))
+            for number, (position, table) in enumerate(zip(*np.nonzero(has[1]), strict=True)):
+                entry = BlockEntry(window_key(keys[KEY_BYTES * position :][:KEY_BYTES], table), b"", False)
+                host.add([entry], np.array([number]))
+            found = has[0] | has[1]
+            ends = [end for end in range(num_known + 1) if found[max(0, end - sizes.tail) : end].all()]
+
+            blocks = np.arange(min(num_blocks, num_known))
+            assert windows.reach_with_host(blocks, keys, num_known, host) == ends[-1]
+
+
+def test_few_lookups_find_that_no_tail_is_complete() -> None:
+    """At most one position per tail is looked up if host memory has no window block of a long prefix."""
+    windows, host, num_known = WindowBlocks(300, SIZES), _CountingKeys(50), 200
+
+    assert windows.reach_with_host(np.arange(100), _keys(num_known), num_known, host) == 0
+    assert host.num_lookups <= num_known // SIZES.tail
 
 
 def test_a_failed_row_empties_the_host() -> None:

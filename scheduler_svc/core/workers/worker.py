@@ -165,7 +165,7 @@ class WorkerCounters:
     loaded_tokens: int = 0
     """Number of `prompt_tokens` whose KV was read from disk."""
     unusable_tokens: int = 0
-    """Number of `prompt_tokens` that were computed again although their KV was cached on the device."""
+    """Number of `prompt_tokens` that were computed again although their KV was cached, because no boundary follows."""
     generated_tokens: int = 0
     discarded_tokens: int = 0
     drafting_rows: int = 0
@@ -519,12 +519,16 @@ class Worker:
     def num_unusable_tokens(self, request: Request, num_computed: int) -> int:
         """Return how many cached tokens after the first `num_computed` a request computes again.
 
-        With recurrent state or windows, it cannot begin after them, because no boundary follows.
+        With recurrent state or windows, it cannot begin after them, because no boundary follows. With windows, tokens
+        in host memory that it could use do not count: computing them was faster than copying.
         """
         if not self.has_boundaries:
             return 0
-        num_known = self._num_known(self.shareable_keys(request)) * self.rows.block_size
-        return max(0, num_known - num_computed)
+        keys, size = self.shareable_keys(request), self.rows.block_size
+        if self.windows is None:
+            return max(0, self._num_known(keys) * size - num_computed)
+        match = self._match_windowed(self.windows, keys, self.pool.cache.match(keys), self.swap)
+        return max(0, match.num_known * size - max(num_computed, match.num_blocks * size))
 
     def _num_known(self, keys: bytes) -> int:
         """Return the number of leading blocks of the joined `keys` whose KV is on the device or in host memory."""
