@@ -56,6 +56,15 @@ def test_each_kind_is_recognised(kind: type[torch.nn.Module], dtype: torch.dtype
     assert_rounded_alike(module(x), expected)
 
 
+def test_the_vectors_may_be_a_keyword_argument() -> None:
+    """A decoder may call its norms by the name of their parameter, which differs between classes."""
+    module, x = Phi3RMSNorm(DIM), torch.randn(3, DIM)
+    expected = module(hidden_states=x)
+
+    assert _replaced(module, torch.float32) == 1
+    assert_rounded_alike(module(hidden_states=x), expected)
+
+
 @pytest.mark.parametrize("kind", CLASSES)
 def test_trained_weights_of_one_are_recognised(kind: type[torch.nn.Module]) -> None:
     """A new module, whose weights have their initial values, is replaced, too."""

@@ -34,8 +34,9 @@ class NativeNorm:
         self.otherwise: Callable[[torch.Tensor], torch.Tensor] | None = None
         """The module's own forward pass, for vectors with another dtype."""
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the norm of `x` `[..., dim]`, in its dtype."""
+    def __call__(self, *args: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        """Return the norm of the only argument `[..., dim]`, which may have any name, in its dtype."""
+        (x,) = args or named.values()
         if x.dtype != self._dtype and self.otherwise is not None:
             return self.otherwise(x)
         return rms_norm_native(x, self._weight, self._eps, rounds_twice=self._rounds_twice, kernels=self._kernels)
