@@ -180,6 +180,16 @@ def test_keys_and_values_of_a_wrong_layer_are_found(monkeypatch: pytest.MonkeyPa
     assert isinstance(load("Gemma4ForCausalLM", num_layers=5, seed=0), CacheModel)
 
 
+def test_a_layer_that_shares_only_its_keys_stores_its_own() -> None:
+    """The source of a layer is one whose keys and values it uses."""
+    recording = hf_attention.Recording()
+    key, first, second = torch.zeros(3, 1, 1, 2, 4).unbind()
+
+    sources = [recording.source(layer, key, value) for layer, value in enumerate((first, second, first))]
+
+    assert sources == [None, None, 0]
+
+
 CACHE_FAULTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "another row's slots": lambda slots: slots.flip(0),
     "a context that begins with the second token": lambda slots: slots.roll(-1, 1),

@@ -60,14 +60,14 @@ class Recording:
     """Attention calls of one forward pass, in order."""
 
     calls: list[LayerCall] = field(default_factory=list)
-    keys: dict[int, torch.Tensor] = field(default_factory=dict)
-    """The keys of each layer with keys of its own."""
+    kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    """Keys and values of each layer that has its own."""
 
-    def source(self, layer: int | None, keys: torch.Tensor) -> int | None:
-        """Return the earlier layer that has passed the same tensor; None if there is none."""
-        found = next((each for each, others in self.keys.items() if others is keys), None)
+    def source(self, layer: int | None, key: torch.Tensor, value: torch.Tensor) -> int | None:
+        """Return the earlier layer that has passed the same tensors; None if there is none."""
+        found = next((each for each, passed in self.kv.items() if passed[0] is key and passed[1] is value), None)
         if found is None and layer is not None:
-            self.keys[layer] = keys
+            self.kv[layer] = (key, value)
         return found
 
 
@@ -204,7 +204,7 @@ def _record(
             causal=bool(causal),
             unknown=tuple(name for name in unknown if name not in _HARMLESS_TENSORS),
             latent=latent is not None,
-            source=recorded.source(layer, key),
+            source=recorded.source(layer, key, value),
         )
     )
     _, num_heads, num_tokens, _ = query.shape
