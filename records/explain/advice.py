@@ -153,7 +153,7 @@ def _unusable(_cause: Cause, life: Life) -> str:
         return ""
     return (
         "its checkpoint was replaced, or it is the first request that diverges there: raise --state-checkpoints if"
-        " quire_state_checkpoints_evicted_total grows quickly"
+        " quire_state_checkpoints_evicted_total grows quickly, or keep replaced states with --host-cache"
     )
 
 

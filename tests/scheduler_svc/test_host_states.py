@@ -1,15 +1,18 @@
 """Recurrent states in host memory: cached prefixes with their states leave the device and come back."""
 
+import numpy as np
 import pytest
 
 from records.rules.model_worker import ModelWorker
 from records.rules.oracle import expected_output
 from scheduler_svc.core.memory.host_states import HostStates
+from scheduler_svc.core.memory.prefix_cache import PrefixCache
+from scheduler_svc.core.memory.state_checkpoints import StateCheckpoints
 from scheduler_svc.core.planning.host_copies import HostCopies
 from shared.prefix_keys import KEY_BYTES
 from tests.scheduler_svc.cluster import Cluster
 
-_A, _B, _C = (bytes([number]) * KEY_BYTES for number in range(3))
+_A, _B, _C, _D = (bytes([number]) * KEY_BYTES for number in range(4))
 
 
 def test_a_request_reaches_the_last_state() -> None:
@@ -76,6 +79,24 @@ def test_dropped_states_leave_their_places() -> None:
     assert states.reach(_A, 0, 1) == 0
     assert states.num_cached == states.num_held == 0
     states.validate([])
+
+
+def test_the_place_of_a_block_in_its_sequence_is_known() -> None:
+    """The key before it and its depth are right in every run of the tree; a newer state in the same run replaces it."""
+    checkpoints = StateCheckpoints(8, 8)
+    cache = PrefixCache(8, checkpoints=checkpoints)
+    cache.publish(_A + _B + _C + _D, np.arange(4))
+    cache.publish(_A + _B + _D, np.array([0, 1, 4]))
+    for block in (0, 1, 2, 4):
+        checkpoints.save(0, 1, block)
+    checkpoints.plan_made()
+    checkpoints.save(0, 1, 3)
+
+    places = [each.chain for each in cache.entries(np.arange(5)) if each.chain is not None]
+    assert [each.previous for each in places] == [b"", _A, _B, _C, _B]
+    assert [each.num_blocks for each in places] == [1, 2, 3, 4, 3]
+    assert [each.is_superseded for each in places] == [True, False, True, False, False]
+    assert [each.checkpoint >= 0 for each in places] == [True, True, True, False, True]
 
 
 # ---------------------------------------------------------------- conversations

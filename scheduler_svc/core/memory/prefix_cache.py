@@ -139,6 +139,7 @@ class PrefixCache:
         """
         found = []
         first_needed: dict[int, int] = {}
+        num_before: dict[int, int] = {}
         for block in blocks.tolist():
             if not self.holds.item(block):
                 continue
@@ -153,7 +154,12 @@ class PrefixCache:
             key = node.keys[KEY_BYTES * offset : KEY_BYTES * (offset + 1)]
             if table == _NO_TABLE:
                 entry = BlockEntry(key, node.root, not offset and node.parent == _ROOT)
-                found.append(CachedBlock(block, entry, self._chain_place(self._checkpoints, node, offset)))
+                chain = None
+                if self._checkpoints is not None:
+                    if number not in num_before:
+                        num_before[number] = self._count_before(node)
+                    chain = self._chain_place(self._checkpoints, node, offset, num_before[number])
+                found.append(CachedBlock(block, entry, chain))
                 continue
             assert self._windows is not None
             if number not in first_needed:
@@ -162,16 +168,18 @@ class PrefixCache:
                 found.append(CachedBlock(block, BlockEntry(window_key(key, table), node.root, False), None))
         return found
 
-    def _chain_place(self, checkpoints: StateCheckpoints | None, node: _Node, offset: int) -> ChainPlace | None:
-        """Return the place of a block, which has index `offset` in `node`; None without recurrent state."""
-        if checkpoints is None:
-            return None
-        num_blocks, above = offset + 1, node
-        while above.parent != _ROOT:
-            parent = self._nodes[above.parent]
+    def _count_before(self, node: _Node) -> int:
+        """Return the number of blocks before a node in its sequence."""
+        number, num_blocks = node.parent, 0
+        while number != _ROOT:
+            parent = self._nodes[number]
             assert parent is not None
-            above = parent
-            num_blocks += len(above.blocks)
+            num_blocks += len(parent.blocks)
+            number = parent.parent
+        return num_blocks
+
+    def _chain_place(self, checkpoints: StateCheckpoints, node: _Node, offset: int, num_before: int) -> ChainPlace:
+        """Return the place of a block with index `offset` in `node`; `num_before` blocks are before the node."""
         if offset:
             previous = node.keys[KEY_BYTES * (offset - 1) : KEY_BYTES * offset]
         else:
@@ -179,7 +187,8 @@ class PrefixCache:
             assert parent is not None
             previous = parent.keys[-KEY_BYTES:]
         is_superseded = checkpoints.reach(node.blocks[offset + 1 :]) > 0
-        return ChainPlace(previous, num_blocks, checkpoints.present_slot(node.blocks.item(offset)), is_superseded)
+        slot = checkpoints.present_slot(node.blocks.item(offset))
+        return ChainPlace(previous, num_before + offset + 1, slot, is_superseded)
 
     def restore_windows(self, full: IndexArray, tables: IndexArray, blocks: IndexArray) -> None:
         """Attach window blocks that are copied from host memory; see `WindowBlocks.restore`."""
