@@ -463,7 +463,8 @@ class Worker:
     def match_on_device(self, request: Request) -> Match:
         """Like `match`, without cached blocks in host memory.
 
-        Searching for them is slow, and a request needs as much device memory with them as without.
+        Searching for them is slow, and a request needs as much device memory with them as without. With windows, it may
+        need a tail more, which admission checks again (`find_room`).
         """
         return self._match(request, None)
 
