@@ -9,6 +9,7 @@ from scheduler_svc.core.memory.host_states import HostStates
 from scheduler_svc.core.memory.prefix_cache import PrefixCache
 from scheduler_svc.core.memory.state_checkpoints import StateCheckpoints
 from scheduler_svc.core.planning.host_copies import HostCopies
+from scheduler_svc.core.workers.cost_model import CostModel
 from shared.prefix_keys import KEY_BYTES
 from tests.scheduler_svc.cluster import Cluster
 
@@ -183,6 +184,22 @@ def test_a_prefix_that_several_plans_copy_begins_with_its_state(monkeypatch: pyt
     assert len(num_copied) > 5
     assert admission.checkpoint is not None
     assert admission.checkpoint >= 6
+
+
+def test_a_state_that_is_not_used_because_computing_is_faster_is_not_called_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its state is in host memory, so neither the story nor the metric says that a checkpoint was missing."""
+    cluster = _cluster(num_blocks=40, num_checkpoints=6, num_host_states=8)
+    _converse(cluster, num_sessions=6, num_turns=1)
+    monkeypatch.setattr(CostModel, "restores", lambda *_: False)
+    first = [0, *range(100, 131)]
+    before = len(cluster.plans)
+    cluster.submit(100, [*first, *expected_output(first, 10, set()), 7, 8, 9], 4)
+    cluster.run()
+
+    assert [each.num_computed_tokens for plan in cluster.plans[before:] for each in plan.admissions] == [0]
+    assert cluster.core.stats().workers[0].counters.unusable_tokens == 0
 
 
 @pytest.mark.parametrize(("num_host_states", "moves"), [(8, True), (1, False)])

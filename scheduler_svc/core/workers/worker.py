@@ -520,14 +520,17 @@ class Worker:
     def num_unusable_tokens(self, request: Request, num_computed: int) -> int:
         """Return how many cached tokens after the first `num_computed` a request computes again.
 
-        With recurrent state or windows, it cannot begin after them, because no boundary follows. With windows, tokens
-        in host memory that it could use do not count: computing them was faster than copying.
+        With recurrent state or windows, it cannot begin after them, because no boundary follows. Tokens that it could
+        use with host memory do not count: computing them was faster than copying.
         """
         if not self.has_boundaries:
             return 0
         keys, size = self.shareable_keys(request), self.rows.block_size
         if self.windows is None:
-            return max(0, self._num_known(keys) * size - num_computed)
+            num_known, usable = self._num_known(keys), num_computed // size
+            if self.swap.states is not None:
+                usable = self.swap.states.reach(keys, usable, num_known)
+            return max(0, num_known * size - max(num_computed, usable * size))
         match = self._match_windowed(self.windows, keys, self.pool.cache.match(keys), self.swap)
         return max(0, match.num_known * size - max(num_computed, match.num_blocks * size))
 
