@@ -389,7 +389,7 @@ def test_a_save_is_replaced_by_a_later_one_to_the_same_checkpoint() -> None:
 
 def test_settings_that_copy_a_state_to_disk_are_refused(checkpoint: Path) -> None:
     """The line names the setting and what to use."""
-    with pytest.raises(ConfigError, match=r"disk_cache: /x is not supported for models with recurrent state"):
+    with pytest.raises(ConfigError, match="disk_cache: recurrent state is not copied to disk"):
         make_engine(checkpoint, disk_cache="/x")
     with pytest.raises(ConfigError, match=r"host_cache: 600 has [0-9]+ bytes for recurrent state.*or use 0"):
         make_engine(checkpoint, host_cache="600")

@@ -118,7 +118,9 @@ def test_a_damaged_checkpoint_says_what_is_missing(tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     assert "no model.safetensors" in refusal(folder)
     edit_config(folder, lambda config: config.update(model_type="unheard-of"))
-    assert "unheard-of" in refusal(folder)
+    assert "has no model_type 'unheard-of'" in refusal(folder)
+    edit_config(folder, lambda config: config.update(model_type=["llama"]))
+    assert "config.json is not valid" in refusal(folder)
     edit_config(folder, lambda config: config.clear())
     assert "config.json" in refusal(folder)
 

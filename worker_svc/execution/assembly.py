@@ -265,8 +265,7 @@ def _check_recurrent(config: WorkerConfig) -> None:
     """
     if config.disk_cache:
         raise ConfigError(
-            f"disk_cache: {config.disk_cache} is not supported for models with recurrent state, which is not copied to"
-            " disk; use no folder"
+            "disk_cache: recurrent state is not copied to disk, so this model does not support a disk cache; remove it"
         )
 
 

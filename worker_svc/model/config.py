@@ -41,11 +41,12 @@ def read_config(folder: Path) -> "PretrainedConfig":
     is_quantised = read_quantisation(folder) is not None
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # Unknown model types, invalid JSON and failed validation raise unrelated types.
+    except Exception as error:  # Invalid JSON and failed validation raise unrelated types.
+        _check_type(folder)
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         what = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
         raise ConfigError(
-            f"model: {folder}/config.json is not valid: {what}; correct it, or use another checkpoint"
+            f"model: {folder}/config.json is not valid: {what.rstrip('.')}; correct it, or use another checkpoint"
         ) from None
     if is_quantised:
         vars(config).pop("quantization_config", None)  # `weights` reads such checkpoints, but `transformers` must not.
@@ -62,6 +63,24 @@ def read_config(folder: Path) -> "PretrainedConfig":
             " and rename the file to model.safetensors"
         )
     return config
+
+
+def _check_type(folder: Path) -> None:
+    """Check that `transformers` knows the `model_type` of a config.json that it cannot read.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    from transformers import CONFIG_MAPPING, __version__
+
+    try:
+        model_type = json.loads((folder / "config.json").read_text("utf-8"))["model_type"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return
+    if isinstance(model_type, str) and model_type not in CONFIG_MAPPING:
+        raise ConfigError(
+            f"model: transformers {__version__} has no model_type {model_type!r}; use a type that docs/models.md lists"
+        )
 
 
 def architecture(config: ModelConfig) -> str:
