@@ -219,7 +219,7 @@ def test_host_memory_holds_prefixes_of_a_model_with_recurrent_state(capsys: pyte
     out = capsys.readouterr().out
     assert "140 checkpoints" in out
     assert "It also holds 171 recurrent states" in out  # A quarter of the host memory.
-    assert "140 sessions at a time keep their KV, 311 with host memory" in out
+    assert "46 sessions at a time keep their KV, 217 with host memory" in out  # Three states per session on the device.
 
     assert main(["capacity", *flags, "--disk-cache-bytes=1TB"]) != 0
     assert "--disk-cache-bytes: recurrent state is not copied to disk" in capsys.readouterr().err
