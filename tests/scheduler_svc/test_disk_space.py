@@ -9,7 +9,7 @@ from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.interface.arrays import IndexArray
 from scheduler_svc.core.interface.disk import DiskAction, DiskBlock, DiskJob
 from scheduler_svc.core.memory.disk_space import DiskSpace
-from scheduler_svc.core.memory.host_keys import BlockEntry
+from scheduler_svc.core.memory.host_keys import BlockEntry, CachedBlock
 from scheduler_svc.core.memory.swapping import SwapSpace
 from scheduler_svc.core.workers.cost_model import StepShape
 from scheduler_svc.core.workers.worker import Worker
@@ -46,8 +46,8 @@ def _disk(space: SwapSpace) -> DiskSpace:
 
 def _store(space: SwapSpace, *numbers: int) -> IndexArray:
     """Move device blocks with these keys to the host; return the host blocks."""
-    entries = [BlockEntry(_key(number), ROOT, not number) for number in numbers]
-    targets = space.store(_blocks(*numbers), entries, last_step=1, answered_step=0).targets
+    cached = [CachedBlock(number, BlockEntry(_key(number), ROOT, not number), None) for number in numbers]
+    targets = space.store(cached, last_step=1, answered_step=0).targets
     space.pool.step_answered(1)
     return targets
 
@@ -99,7 +99,7 @@ def test_blocks_that_move_to_the_host_are_written() -> None:
 def test_a_block_is_written_only_after_the_copy_to_the_host() -> None:
     """While the step that fills a host block has no result, the block is not written."""
     space = _space()
-    space.store(_blocks(7), [BlockEntry(_key(7), ROOT, False)], last_step=1, answered_step=0)
+    space.store([CachedBlock(7, BlockEntry(_key(7), ROOT, False), None)], last_step=1, answered_step=0)
     space.write_to_disk(0.0)
     assert not _jobs(space)
     space.pool.step_answered(1)

@@ -101,7 +101,9 @@ def readings(folder: Path, content: dict[str, Any]) -> tuple[DecoderConfig | Non
     (folder / "config.json").write_text(json.dumps(content))
     ours = read_own(folder)
     try:
-        theirs = DecoderConfig.of(read_config(folder))
+        config = read_config(folder)
+        # Own code declines layers of different sizes.
+        theirs = None if getattr(config, "is_heterogeneous", False) else DecoderConfig.of(config)
     except (ConfigError, TypeError):  # TypeError means that a field required by every family is missing.
         theirs = None
     return ours, theirs
