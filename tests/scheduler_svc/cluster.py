@@ -188,6 +188,12 @@ class Cluster:
         story = self.core.story(FRONTEND, stream)
         return [] if story is None else [line for _, line in story.events]
 
+    def spoil(self, stream: int) -> None:
+        """From now on, the row of a stream writes NaN."""
+        found = [(worker, row) for worker in self.workers.values() for row in worker.rows.values()]
+        worker, row = next((worker, row) for worker, row in found if row.name.stream == stream)
+        worker.fail(row.index, spoil=True)
+
     def lose(self, peer: bytes) -> None:
         """A worker dies with whatever it had in flight."""
         self.answers[peer].clear()

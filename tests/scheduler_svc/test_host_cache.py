@@ -455,9 +455,7 @@ def test_invalid_kv_empties_the_host() -> None:
     assert cluster.core.stats().workers[0].host_blocks_cached > 0
     cluster.submit(2, _prompt(2), 8)
     cluster.plan()
-    worker = cluster.workers[b"w/1"]
-    (row,) = worker.rows.values()
-    worker.fail(row.index, spoil=True)
+    cluster.spoil(2)
     cluster.run()
 
     assert cluster.core.stats().workers[0].host_blocks_cached == 0

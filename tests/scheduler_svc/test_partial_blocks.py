@@ -180,7 +180,7 @@ def test_blocks_of_a_failed_row_are_not_copied() -> None:
     cluster.submit(1, [*PREFIX[:36], 2, 2, 2], 4)
     cluster.plan()
     assert _num_copied(worker) == 1
-    worker.fail(next(row.index for row in worker.rows.values() if row.name.stream == 0), spoil=True)
+    cluster.spoil(0)
     cluster.run()
     assert cluster.readers[0].end is not None
     assert cluster.readers[0].end.reason is ef.EndReason.ROW_FAILED

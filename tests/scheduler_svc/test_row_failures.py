@@ -48,11 +48,6 @@ def _runs(cluster: Cluster, stream: int) -> bool:
     return any(row.name.stream == stream for row in _worker(cluster).rows.values())
 
 
-def _spoil(cluster: Cluster, stream: int) -> None:
-    """What the stream's row writes from now on is NaN."""
-    _worker(cluster).fail(_row(cluster, stream).index, spoil=True)
-
-
 def _fail(cluster: Cluster, stream: int, kind: ev.FailureKind, *, reason: str = "why", field: str = "") -> None:
     """The answers under way report that the stream's row has failed."""
     row = _row(cluster, stream)
@@ -149,7 +144,7 @@ def test_rows_that_share_what_a_failed_row_wrote_are_planned_again_in_one_pass(n
     cluster = _cluster(rows=rows, budget=8 * rows, num_blocks=100 * rows, long_prefill_token_threshold=8)
     cluster.submit(0, [*PREFIX, *range(40)], 5)
     _step(cluster)
-    _spoil(cluster, 0)
+    cluster.spoil(0)
     for stream in range(1, rows):
         cluster.submit(stream, [*PREFIX, *range(stream, stream + 60)], 5)
     writer = cluster.readers[0]
@@ -176,7 +171,7 @@ def test_a_neighbour_that_got_a_token_in_the_same_step_goes_on() -> None:
     neighbour = cluster.submit(1, [*PREFIX, 2], 30)
     while not neighbour.tokens:
         _step(cluster)
-    _spoil(cluster, 0)
+    cluster.spoil(0)
     while writer.end is None:
         _step(cluster)
     later = cluster.submit(2, [*PREFIX, 3], 4)
@@ -219,7 +214,7 @@ def test_only_the_writer_of_a_shared_block_is_at_fault() -> None:
     cluster = _cluster(budget=64, long_prefill_token_threshold=8)
     writer = cluster.submit(0, [*PREFIX, *range(16)], 5)
     _step(cluster)
-    _spoil(cluster, 0)
+    cluster.spoil(0)
     while _row(cluster, 0).computed < len(PREFIX):
         _step(cluster)
     cluster.submit(1, [*PREFIX, *range(50, 66)], 5)
@@ -246,7 +241,7 @@ def test_a_writers_own_blocks_that_explain_a_failure_clear_the_prefix() -> None:
     for _ in range(2):
         cluster.plan_for(PEER, 1)
         cluster.answer()
-        _spoil(cluster, 1)
+        cluster.spoil(1)
     cluster.submit(2, [*PREFIX, *own, *range(8, 16)], 5)
     cluster.plan_for(PEER, 1)
     assert len(cluster.answers[PEER][0].failures) == 2
@@ -291,7 +286,7 @@ def _leave_spoilt_prefix(cluster: Cluster) -> None:
     """A cached prefix is NaN from its third block on, and the request that wrote it is gone without having failed."""
     cluster.submit(0, [*PREFIX, *range(200)], 5)
     _step(cluster)
-    _spoil(cluster, 0)
+    cluster.spoil(0)
     while _row(cluster, 0).computed < len(PREFIX):
         _step(cluster)
     cluster.handle(ev.RequestCancelled(frontend=FRONTEND, stream=0))
@@ -362,7 +357,7 @@ def test_a_writer_that_has_left_its_row_is_found_by_its_departure() -> None:
     cluster = _cluster(budget=64, long_prefill_token_threshold=8)
     cluster.submit(0, [*PREFIX, *range(8)], 5)
     _step(cluster)
-    _spoil(cluster, 0)
+    cluster.spoil(0)
     while _row(cluster, 0).computed < len(PREFIX):
         _step(cluster)
     sharer = cluster.submit(1, [*PREFIX, *range(200, 260)], 5)
@@ -418,7 +413,7 @@ def test_a_request_is_planned_again_at_most_twice() -> None:
         while not cluster.readers[attack].end:
             cluster.plan_for(PEER, 1)
             if _runs(cluster, attack):
-                _spoil(cluster, attack)
+                cluster.spoil(attack)
             if victim is None:
                 victim = cluster.submit(1, [*PREFIX, *range(200, 300)], 5)
             cluster.answer()

@@ -267,9 +267,7 @@ def test_a_failed_row_empties_the_host() -> None:
     assert cluster.core.stats().workers[0].host_blocks_cached > 0
     cluster.submit(2, _prompt(2), 8)
     cluster.plan()
-    worker = cluster.workers[b"w/1"]
-    (row,) = worker.rows.values()
-    worker.fail(row.index, spoil=True)
+    cluster.spoil(2)
     cluster.run()
 
     assert cluster.core.stats().workers[0].host_blocks_cached == 0

@@ -327,11 +327,17 @@ def test_a_full_disk_fails_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     tier.stop()
 
 
-def test_refused_blocks_are_logged_once_until_one_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk with many damaged files does not flood the log. The next damage after a good block is logged again."""
+def _warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list to which the tier's warnings are added."""
     lines: list[str] = []
     logger = SimpleNamespace(warning=lambda event, **_values: lines.append(event), info=lambda *_, **__: None)
     monkeypatch.setattr(disk_tier, "get_logger", lambda: logger)
+    return lines
+
+
+def test_refused_blocks_are_logged_once_until_one_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk with many damaged files does not flood the log. The next damage after a good block is logged again."""
+    lines = _warnings(monkeypatch)
     host, _ = _host()
     files = _files(tmp_path, block_bytes=host.block_bytes)
     tier = DiskTier(files, host)
@@ -353,9 +359,7 @@ def test_refused_blocks_are_logged_once_until_one_is_read(tmp_path: Path, monkey
 
 def test_files_that_cannot_be_deleted_are_logged_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clearing deletes all other files, and the log has one line, however many remain."""
-    lines: list[str] = []
-    logger = SimpleNamespace(warning=lambda event, **_values: lines.append(event), info=lambda *_, **__: None)
-    monkeypatch.setattr(disk_tier, "get_logger", lambda: logger)
+    lines = _warnings(monkeypatch)
     host, _ = _host()
     files = _files(tmp_path, block_bytes=host.block_bytes)
     tier = DiskTier(files, host)

@@ -141,6 +141,8 @@ class WindowBlocks(Boundaries):
         """By attached window block: the full block."""
         self._table = np.zeros(num_blocks, np.intp)
         """By attached window block: its table."""
+        self.num_attached = 0
+        """Number of attached window blocks."""
         self._is_boundary = np.zeros(num_blocks, np.bool_)
         """By full block: whether a tail that was attached ends with it."""
         self._rows: dict[int, _Row] = {}
@@ -391,6 +393,7 @@ class WindowBlocks(Boundaries):
         self._attached[full, tables] = blocks
         self._owner[blocks] = full
         self._table[blocks] = tables
+        self.num_attached += len(blocks)
         return blocks
 
     def _places(self, own: _Row, positions: IndexArray) -> IndexArray:
@@ -398,11 +401,6 @@ class WindowBlocks(Boundaries):
         places, length = positions - own.first, len(own.table)
         found: IndexArray = np.where(places < length, places, length - self.period + (places - length) % self.period)
         return found
-
-    @property
-    def num_attached(self) -> int:
-        """Number of attached window blocks."""
-        return int(np.count_nonzero(self._owner != _NONE))
 
     @property
     def num_held(self) -> int:
@@ -458,6 +456,7 @@ class WindowBlocks(Boundaries):
         gone: IndexArray = blocks[self._owner[blocks] != _NONE]
         self._attached[self._owner[gone], self._table[gone]] = _NONE
         self._owner[gone] = _NONE
+        self.num_attached -= len(gone)
         return gone
 
     def forget(self, blocks: IndexArray) -> IndexArray:
@@ -471,7 +470,7 @@ class WindowBlocks(Boundaries):
         attached = self._attached[full, tables]
         assert all_of(self._owner[attached] == full)
         assert all_of(self._table[attached] == tables)
-        assert np.count_nonzero(self._owner != _NONE) == len(full)
+        assert np.count_nonzero(self._owner != _NONE) == len(full) == self.num_attached
         for row in self._rows:
             held = self.held(row)
             assert len(np.unique(held)) == len(held), "a row has a window block twice"
