@@ -20,8 +20,9 @@ from quire_server.cli._errors import CommandError
 from quire_server.cli._parser import Namespace, OneLineParser
 
 if TYPE_CHECKING:
-    from quire_server.capacity import Agent, Concurrency, Memory, ModelSizes, Serving
+    from quire_server.capacity import Agent, Concurrency, Memory, Serving
     from quire_server.gguf_header import GgufTensor
+    from quire_server.model_sizes import ModelSizes
 
 EXAMPLES = """
   quire capacity --model ~/models/my-model --gpu-memory 80GB
@@ -210,7 +211,7 @@ def _check_memory(options: Namespace) -> None:
 
 
 def _model(options: Namespace) -> "ModelSizes":
-    from quire_server.capacity import counts_weights_of, elements_of, sizes_from_config, sizes_from_params
+    from quire_server.model_sizes import counts_weights_of, elements_of, sizes_from_config, sizes_from_params
     from shared.model_path import resolve_model
     from worker_svc.model.scheme import read_quantisation
 

@@ -15,11 +15,10 @@ from quire_server.capacity import (
     Serving,
     num_sessions,
     sessions_with_states,
-    sizes_from_config,
-    sizes_from_params,
     weights_bytes,
 )
 from quire_server.cli.main import main
+from quire_server.model_sizes import sizes_from_config, sizes_from_params
 from records.rules.model_worker import ModelWorker
 from shared.model_path import resolve_model
 from tests.scheduler_svc.cluster import Cluster

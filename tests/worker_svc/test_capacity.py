@@ -11,8 +11,9 @@ from checks.driver import CPU, make_engine
 from measure.testbed.checkpoints import edit_config, make_checkpoint
 from measure.testbed.quantised_checkpoints import make_gguf, make_pair
 from measure.testbed.storages import bytes_of
-from quire_server.capacity import kv_bytes, kv_formula, sizes_from_config
+from quire_server.capacity import kv_bytes, kv_formula
 from quire_server.cli.main import main
+from quire_server.model_sizes import sizes_from_config
 from shared.config import WorkerConfig
 from shared.model_path import resolve_model
 from worker_svc.memory.kv_pool import block_bytes
