@@ -9,7 +9,7 @@ from quire_server.gguf_header import GgufTensor
 from shared.config import ConfigError
 
 _FAMILIES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
-"""Values of `model_type` whose weights `elements_of` counts."""
+"""Values of `model_type` whose weights `capacity.weights_bytes` counts."""
 _ALIASES = {
     "num_hidden_layers": ("n_layer", "num_layers"),
     "num_attention_heads": ("n_head",),

@@ -19,7 +19,7 @@ _A, _B, _C, _D = (bytes([number]) * KEY_BYTES for number in range(4))
 def test_a_request_reaches_the_last_state() -> None:
     """It can use the blocks up to the last one with a state, of those whose KV exists."""
     states = HostStates(8, 2)
-    assert states.store(_B, 1) == 8
+    assert states.store(_B, 2, 1) == 8
 
     assert states.reach(_A + _B + _C, 0, 3) == 2
     assert states.reach(_A + _B + _C, 0, 1) == 0
@@ -28,15 +28,29 @@ def test_a_request_reaches_the_last_state() -> None:
     states.validate([])
 
 
+def test_a_long_prompt_is_searched_only_for_states_that_exist() -> None:
+    """The result is the same with fewer states than blocks and with more, whatever lengths other sequences have."""
+    keys = b"".join(number.to_bytes(KEY_BYTES, "big") for number in range(300))
+    for num_others in (2, 400):
+        states = HostStates(0, 500)
+        for number in range(num_others):
+            states.store((1000 + number).to_bytes(KEY_BYTES, "big"), number % 300 + 1, 1)
+        for count in (30, 200):
+            states.store(keys[KEY_BYTES * (count - 1) : KEY_BYTES * count], count, 1)
+
+        assert [states.reach(keys, 0, most) for most in (29, 30, 199, 200, 300)] == [0, 30, 30, 200, 200]
+        assert states.reach(keys, 30, 199) == 30
+
+
 def test_a_place_is_written_once_per_plan_and_not_in_the_plan_that_reads_it() -> None:
     """The least recently used state is evicted by the next plan at the earliest."""
     states = HostStates(0, 2)
-    states.store(_A, 1)
-    states.store(_B, 1)
-    assert states.store(_C, 1) is None
+    states.store(_A, 1, 1)
+    states.store(_B, 2, 1)
+    assert states.store(_C, 3, 1) is None
     states.load(_A, 2)
 
-    assert states.store(_C, 2) == 1
+    assert states.store(_C, 3, 2) == 1
     assert not states.use(_B)
     assert not states.has_room(2)
     assert states.has_room(3)
@@ -46,27 +60,27 @@ def test_a_place_is_written_once_per_plan_and_not_in_the_plan_that_reads_it() ->
 def test_preempted_requests_replace_cached_states() -> None:
     """A cached state never takes the place of a preempted request."""
     states = HostStates(0, 2)
-    states.store(_A, 1)
-    states.store(_B, 1)
+    states.store(_A, 1, 1)
+    states.store(_B, 2, 1)
     held = [states.take(2), states.take(2)]
     assert not states.use(_A)
     assert not states.use(_B)
 
-    assert states.store(_C, 9) is None
+    assert states.store(_C, 3, 9) is None
     states.validate(held)
     states.release(held[0], 9)
-    assert states.store(_C, 9) is None
-    assert states.store(_C, 10) == held[0]
+    assert states.store(_C, 3, 9) is None
+    assert states.store(_C, 3, 10) == held[0]
 
 
 def test_a_state_is_stored_once() -> None:
     """A state that is here already counts as used and needs no copy."""
     states = HostStates(0, 2)
-    states.store(_A, 1)
-    states.store(_B, 1)
-    assert states.store(_A, 2) is None
+    states.store(_A, 1, 1)
+    states.store(_B, 2, 1)
+    assert states.store(_A, 1, 2) is None
 
-    assert states.store(_C, 3) is not None
+    assert states.store(_C, 3, 3) is not None
     assert states.use(_A)
     assert not states.use(_B)
 
@@ -74,7 +88,7 @@ def test_a_state_is_stored_once() -> None:
 def test_dropped_states_leave_their_places() -> None:
     """After a failed row nothing is found, and all places are free."""
     states = HostStates(0, 2)
-    states.store(_A, 1)
+    states.store(_A, 1, 1)
     states.drop_cached()
 
     assert states.reach(_A, 0, 1) == 0

@@ -25,6 +25,8 @@ class _Cached(NamedTuple):
     """A cached state."""
 
     place: int
+    num_blocks: int
+    """Number of blocks of its sequence."""
     step: int
     """The newest step that reads or writes it."""
 
@@ -96,15 +98,22 @@ class HostStates:
         Returns:
             the number of blocks before the last cached state, or `least`.
         """
-        if not self._cached:
-            return least
-        for count in range(most, least, -1):
+        counts: Iterable[int] = range(most, least, -1)
+        if most - least > len(self._cached):  # Look up only lengths that a state has: prompts may have many blocks.
+            lengths = {each.num_blocks for each in self._cached.values()}
+            counts = sorted((length for length in lengths if least < length <= most), reverse=True)
+        for count in counts:
             if keys[KEY_BYTES * (count - 1) : KEY_BYTES * count] in self._cached:
                 return count
         return least
 
-    def store(self, key: BlockKey, step: int) -> int | None:
+    def store(self, key: BlockKey, num_blocks: int, step: int) -> int | None:
         """Return the place for the state after a block, which the plan of this step writes.
+
+        Args:
+            key: the key of the block.
+            num_blocks: number of blocks of its sequence up to this one.
+            step: the step of the plan that is being made.
 
         Returns:
             None if the state is here already, or no place is left.
@@ -112,7 +121,7 @@ class HostStates:
         if self.use(key) or not self.has_room(step):
             return None
         place = self.take(step)
-        self._cached[key] = _Cached(place, step)
+        self._cached[key] = _Cached(place, num_blocks, step)
         self.num_stored += 1
         return place
 
@@ -125,11 +134,10 @@ class HostStates:
 
     def load(self, key: BlockKey, step: int) -> int:
         """Return the place of a cached state, which a row begins with in the plan of this step."""
-        place = self._cached[key].place
-        self._cached[key] = _Cached(place, step)
+        self._cached[key] = loaded = self._cached[key]._replace(step=step)
         self._cached.move_to_end(key)
         self.num_loaded += 1
-        return place
+        return loaded.place
 
     def drop_cached(self) -> None:
         """Remove all cached states, because some of them may be wrong. No plan is being made."""

@@ -204,7 +204,7 @@ class SwapSpace:
             return True
         if not self.overlaps and self.credit_s < len(self.state_copies) * self.state_blocks * block_s:
             return False
-        place = self.states.store(cached.entry.key, step)
+        place = self.states.store(cached.entry.key, cached.chain.num_blocks, step)
         if place is None:
             return False
         self.state_copies.append(StateCopy(cached.chain.checkpoint, place))
