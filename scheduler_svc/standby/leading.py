@@ -128,9 +128,12 @@ class Standbys:
         return replicated(each.replica for each in self._standbys.values())
 
     def listen(self) -> None:
-        """Wait for an announcement of another leader, after this process was stopped. With a lease, none is needed."""
+        """Wait for an announcement of another leader, after this process was stopped. With a lease, none is needed.
+
+        A standby that asked this scheduler to step down may lead already, because it waits only a short time.
+        """
         end = time.monotonic() + (_LISTEN_S if self._election is None else 0.0)
-        while (now := time.monotonic()) < end and not self.successor:
+        while (now := time.monotonic()) < end and not self.must_be_silent:
             self.read(now)
             wait_readable(self.sockets, end - now)
 

@@ -15,15 +15,16 @@ import numpy as np
 import pytest
 import zmq
 
-from protos.quire.journal.v1.replication_pb2 import JournalPart
+from protos.quire.journal.v1.replication_pb2 import JournalPart, PeerMessage, StepDown
 from scheduler_svc.core.interface import effects as ef
 from scheduler_svc.journal.journal import Journal
 from scheduler_svc.journal.recovery import Found, to_event
-from scheduler_svc.standby import waiting
+from scheduler_svc.standby import leading, waiting
 from scheduler_svc.standby.cursor import PART_BYTES, WINDOW_BYTES, Cursor, Part, Receipt, Replica, replicated
 from scheduler_svc.standby.leader_number import NumberFile, Numbers, ReplacedError
 from scheduler_svc.standby.leading import Standbys
 from scheduler_svc.standby.mirror import GapError, Mirror
+from scheduler_svc.standby.peers import PeerLink
 from scheduler_svc.standby.tenure import may_stand
 from scheduler_svc.standby.waiting import Standby
 from shared.columns import to_column
@@ -403,3 +404,28 @@ def _replicate(leader: Standbys, journal: Journal, holds: Callable[[], bool]) ->
         leader.read(time.monotonic())
         leader.send(journal, time.monotonic(), num_workers=0)
         wait_readable(leader.sockets, 0.01)
+
+
+def test_a_scheduler_that_was_stopped_waits_for_the_announcement_after_a_proposal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The proposal is old: its sender may lead already, so the scheduler says nothing if it hears that in time."""
+    monkeypatch.setattr(leading, "_LISTEN_S", 60.0)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    leader = Standbys(context, address=f"ipc://{tmp_path}/s", others=(), number=5)
+    other = PeerLink(context, f"ipc://{tmp_path}/s", lambda _socket: None)
+    thread = threading.Thread(target=leader.listen)
+    thread.start()
+    end = time.monotonic() + 60
+
+    while not other.send(PeerMessage(step_down=StepDown(leader_number=6, leads=False))):
+        time.sleep(0.01)
+    while not leader.successor and time.monotonic() < end:
+        time.sleep(0.01)
+    assert other.send(PeerMessage(step_down=StepDown(leader_number=6, leads=True)))
+    thread.join()
+
+    assert leader.must_be_silent
+    other.close()
+    leader.close()
+    context.term()
