@@ -94,13 +94,14 @@ def kv_groups(sizes: ModelSizes, serving: Serving) -> KVGroups | None:
         return None
     longest = serving.max_model_len or sizes.max_positions or 1 << 30
     of_layer = serving.block_size * kv_bytes(replace(sizes, num_layers=1), serving.kv_type)
-    return divide(
+    groups = divide(
         [""] * sizes.num_layers,
         sizes.windows,
         max_model_len=longest,
         chunk=WINDOW_CHUNK,
         num_layer_blocks=serving.kv_cache_memory // of_layer,
     )
+    return None if isinstance(groups, str) else groups
 
 
 def kv_by_kind(sizes: ModelSizes, serving: Serving) -> dict[str, dict[str, int]]:

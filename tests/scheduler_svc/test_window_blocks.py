@@ -77,7 +77,7 @@ def test_a_long_row_holds_little_more_than_its_windows_need(what: str, windows: 
     """In decode at 32,768 tokens, a row holds at most `bound` times the KV that its layers need, in whole blocks."""
     block_size, num_prompt, num_outputs = 16, 31_000, 1_768
     groups = divide([SHAPE] * len(windows), windows, max_model_len=65_536, chunk=WINDOW_CHUNK)
-    assert groups is not None
+    assert not isinstance(groups, str)
     model = ModelWorker(
         b"w/1", 30_000, block_size, 4, max_tokens_per_step=8_192, max_model_len=65_536,
         num_kv_groups=groups.num_groups, window=groups.window, window_chunk=WINDOW_CHUNK,
@@ -104,7 +104,7 @@ def test_a_long_row_holds_little_more_than_its_windows_need(what: str, windows: 
 def test_as_many_short_requests_run_as_without_groups(what: str, windows: list[int | None], bound: float) -> None:
     """Requests that may become long, but are short, need the memory of unused places in blocks at most."""
     groups = divide([SHAPE] * len(windows), windows, max_model_len=32_768, chunk=WINDOW_CHUNK)
-    assert groups is not None
+    assert not isinstance(groups, str)
     num_whole = 70
     num_blocks = num_whole * len(windows) // groups.num_places
 

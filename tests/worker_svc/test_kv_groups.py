@@ -36,25 +36,38 @@ def test_layers_are_divided_by_their_windows() -> None:
     """Layers without a window form the first group, and the others groups of at most as many layers."""
     groups = divide([SHAPE] * 8, [5, 5, None, 5, 5, None, 3, 5], max_model_len=1000, chunk=10)
 
-    assert groups is not None
+    assert not isinstance(groups, str)
     assert groups.groups == (1, 1, 0, 2, 2, 0, 3, 3)
     assert groups.places == (0, 1, 0, 0, 1, 1, 0, 1)
     assert (groups.num_groups, groups.num_places, groups.window) == (4, 2, 5)
 
 
 @pytest.mark.parametrize(
-    ("windows", "max_model_len"),
+    ("windows", "max_model_len", "num_layer_blocks", "reason"),
     [
-        ([], 1000),
-        ([None] * 8, 1000),
-        ([5] * 8, 15),
-        ([5, None] * 4, 15),
-        ([5, None, None, None] * 2, 1000),  # Three quarters of a block would be empty in the second group.
+        ([], 1000, 0, ""),
+        ([None] * 8, 1000, 0, ""),
+        ([5] * 8, 15, 0, "no sequence exceeds the window and a chunk (5 + 10 tokens)"),
+        ([5, None] * 4, 15, 0, "no sequence exceeds the window and a chunk (5 + 10 tokens)"),
+        ([5, None] * 4, 5, 0, "no sequence exceeds the window and a chunk (5 + 10 tokens)"),
+        # Three quarters of a block would be empty in the second group.
+        ([5, None, None, None] * 2, 1000, 0, "room for 4 unused layers, more than 15% of the model's layers"),
+        ([None] + [5] * 64, 1000, 0, "blocks of 1 layers would need more than 64 tables per row"),
+        ([5, None], 1000, MAX_WINDOW_ENTRIES + 1, "more blocks than the scheduler's table"),
+        ([5], 1000, 0, "the model has one layer"),
     ],
 )
-def test_other_models_have_one_group(windows: list[int | None], max_model_len: int) -> None:
+def test_other_models_have_one_group(
+    windows: list[int | None], max_model_len: int, num_layer_blocks: int, reason: str
+) -> None:
     """Without a window, with short sequences only, or with much unused memory, blocks hold all layers."""
-    assert divide([SHAPE] * 8, windows, max_model_len=max_model_len, chunk=10) is None
+    groups = divide(
+        *([SHAPE] * len(windows), windows), max_model_len=max_model_len, chunk=10, num_layer_blocks=num_layer_blocks
+    )
+
+    assert isinstance(groups, str)
+    assert reason in groups
+    assert bool(reason) == bool(groups)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +88,7 @@ def test_first_layers_are_kept_if_all_have_a_window(
         max_model_len=max_model_len, chunk=10, num_layer_blocks=num_layer_blocks,
     )  # fmt: skip
 
-    assert groups is not None
+    assert not isinstance(groups, str)
     assert groups.groups == tuple(layer // num_places for layer in range(num_layers))
     assert groups.places == tuple(layer % num_places for layer in range(num_layers))
     assert (groups.num_groups, groups.window) == (num_groups, 5)
@@ -85,13 +98,14 @@ def test_the_scheduler_accepts_the_number_of_blocks() -> None:
     """With the largest number of blocks per layer, the scheduler's table of window blocks has room for all."""
     for num_layer_blocks in range(1 << 16, 1 << 24, 1 << 16):
         groups = divide([SHAPE] * 32, [5] * 32, max_model_len=1000, chunk=10, num_layer_blocks=num_layer_blocks)
-        if groups is not None:
+        if not isinstance(groups, str):
             assert num_layer_blocks // groups.num_places * (groups.num_groups - 1) <= MAX_WINDOW_ENTRIES
 
 
 def test_layers_of_different_sizes_have_one_group() -> None:
     """Blocks of all groups must have one size."""
-    assert divide([SHAPE, KVShape(1, 64)], [5, None], max_model_len=1000, chunk=10) is None
+    reason = "layers store KV of different sizes"
+    assert divide([SHAPE, KVShape(1, 64)], [5, None], max_model_len=1000, chunk=10) == reason
 
 
 def _admission(**changes: object) -> plan_pb2.Admission:
@@ -184,19 +198,29 @@ def test_invalid_tables_are_refused(changes: dict[str, object], message: str) ->
 
 
 @pytest.mark.parametrize(
-    ("settings", "kept_with"),
+    ("settings", "reason"),
     [
-        ({}, None),
-        ({"host_cache": "1MiB"}, None),
-        ({"host_cache": "1MiB", "disk_cache": "disk"}, "disk_cache"),
-        ({"speculation": "draft"}, "draft_model"),
+        ({}, ""),
+        ({"host_cache": "1MiB"}, ""),
+        (
+            {"host_cache": "1MiB", "disk_cache": "disk"},
+            "not supported with disk_cache; to free it, turn off disk_cache",
+        ),
+        ({"speculation": "draft"}, "not supported with draft_model; to free it, turn off draft_model"),
+        ({"max_model_len": 400}, "no sequence exceeds the window and a chunk (16 + 384 tokens); see"),
+        (
+            {"layer_types": ["sliding_attention", *["full_attention"] * 2]},
+            "blocks would have room for 1 unused layers, more than 15%",
+        ),
     ],
 )
-def test_a_worker_says_whether_it_frees_windows(
-    settings: dict[str, Any], kept_with: str | None, tmp_path: Path
-) -> None:
-    """One line names the setting with which KV behind windows is kept."""
-    folder = make_checkpoint("Gemma3ForCausalLM", tmp_path / "model", sliding_window=16, max_position_embeddings=2048)
+def test_a_worker_says_whether_it_frees_windows(settings: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    """One line says why KV behind windows is kept, and what to do."""
+    sizes: dict[str, Any] = {"sliding_window": 16, "max_position_embeddings": 2048}
+    if "layer_types" in settings:
+        sizes |= {"layer_types": settings["layer_types"], "num_hidden_layers": 3}
+        settings = {}
+    folder = make_checkpoint("Gemma3ForCausalLM", tmp_path / "model", **sizes)
     if "speculation" in settings:
         settings = settings | {"draft_model": str(folder)}
     if "disk_cache" in settings:
@@ -205,8 +229,22 @@ def test_a_worker_says_whether_it_frees_windows(
         engine = make_engine(folder, kv_cache_memory="6MiB", **settings)
 
     (line,) = [each["event"] for each in logs if "behind sliding windows" in each["event"]]
-    assert (engine.limits.num_kv_groups > 1) == (kept_with is None)
-    assert ("is freed" if kept_with is None else f"is kept: not supported with {kept_with};") in line
+    assert (engine.limits.num_kv_groups > 1) == (not reason)
+    assert (f"is kept: {reason}" if reason else "is freed") in line
+
+
+@pytest.mark.parametrize(("architecture", "has_windows"), [("Llama4ForCausalLM", True), ("FalconForCausalLM", False)])
+def test_a_worker_says_that_the_cache_interface_keeps_windows(
+    architecture: str, has_windows: bool, tmp_path: Path
+) -> None:
+    """A model with windows that runs through the cache interface has one line about them, and other models none."""
+    with capture_logs() as logs:
+        engine = make_engine(make_checkpoint(architecture, tmp_path), kv_cache_memory="6MiB")
+
+    lines = [each["event"] for each in logs if "behind sliding windows" in each["event"]]
+    assert engine.limits.num_kv_groups == 1
+    assert len(lines) == has_windows
+    assert all(f"is kept: {architecture} runs through the cache interface; see" in line for line in lines)
 
 
 LEVELS = ["off", *(kernels.level_name for kernels in native_levels())]

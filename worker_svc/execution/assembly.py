@@ -172,7 +172,7 @@ def _kv_groups(
     *,
     has_drafter: bool,
 ) -> KVGroups | None:
-    """Return the groups of layers, or None for one group. Log which setting prevents groups.
+    """Return the groups of layers, or None for one group. Log why a model with windows has one group.
 
     Blocks of several groups are not written to disk. They have no room for the KV of a draft model, whose layers have
     other sizes. Graphs have the tables of one group.
@@ -199,15 +199,16 @@ def _kv_groups(
         "draft_model": has_drafter,
         "cuda_graphs": config.cuda_graphs and accelerator is not None,
     }
-    settings = [name for name, is_used in preventing.items() if is_used]
-    if groups is None or not settings:
-        return groups
-    get_logger().info(
-        f"KV behind sliding windows is kept: not supported with {' and '.join(settings)}; a long request holds the KV"
-        " of all its tokens in all layers",
-        window=groups.window,
-    )
-    return None
+    settings = " and ".join(name for name, is_used in preventing.items() if is_used)
+    if isinstance(groups, str):
+        reason = groups and f"{groups}; see with quire capacity how many requests fit"
+    else:
+        reason = settings and f"not supported with {settings}; to free it, turn off {settings}"
+    if reason:
+        get_logger().info(
+            f"KV behind sliding windows is kept: {reason}. A request holds the KV of all its tokens in all layers"
+        )
+    return None if reason or isinstance(groups, str) else groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

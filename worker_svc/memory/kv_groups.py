@@ -58,11 +58,11 @@ def divide(
     max_model_len: int,
     chunk: int,
     num_layer_blocks: int = 0,
-) -> KVGroups | None:
-    """Divide layers into groups; return None if one group suits them better.
+) -> KVGroups | str:
+    """Divide layers into groups; return the reason if one group suits them better, "" if no layer has a window.
 
-    That is the case if no layer has a window, if the layers' KV differs in size, if no sequence is longer than what a
-    row holds in any case, or if too many places of blocks would be unused.
+    Other reasons are that the layers' KV differs in size, that no sequence is longer than what a row holds in any case,
+    and that too many places of blocks would be unused.
 
     If all layers have a window, the first group has the first layers, as many as take the least memory for the longest
     sequence. These layers keep the KV of all tokens, but attend to their window only.
@@ -74,28 +74,39 @@ def divide(
         chunk: maximum number of tokens of one row in a step.
         num_layer_blocks: number of blocks that memory holds if a block holds one layer; 0 for no limit.
     """
+    if all(window is None for window in windows):
+        return ""
     full = [layer for layer, window in enumerate(windows) if window is None or window >= max_model_len]
     windowed = [layer for layer in range(len(windows)) if layer not in full]
-    if not windowed or len(set(shapes)) > 1:
-        return None
-    window = max(window for layer in windowed if (window := windows[layer]) is not None)
+    window = max(window for layer in windowed or full if (window := windows[layer]) is not None)
     if window + chunk >= max_model_len:
-        return None
+        return f"no sequence exceeds the window and a chunk ({window:,} + {chunk} tokens)"
+    if len(set(shapes)) > 1:
+        return "layers store KV of different sizes"
     sizes = [len(full)] if full else range(1, len(windowed))
-    fitting = [
-        _groups(full, windowed, size, window) for size in sizes if _suits(size, len(windows) - size, num_layer_blocks)
-    ]
-    return min(fitting, key=lambda groups: groups.num_places * groups.blocks(max_model_len, 1), default=None)
+    reasons = {size: _unsuited(size, len(windows) - size, num_layer_blocks) for size in sizes}
+    fitting = [_groups(full, windowed, size, window) for size, reason in reasons.items() if not reason]
+    if not fitting:
+        return next(reversed(reasons.values()), "the model has one layer")
+    return min(fitting, key=lambda groups: groups.num_places * groups.blocks(max_model_len, 1))
 
 
-def _suits(size: int, num_others: int, num_layer_blocks: int) -> bool:
-    """Return whether groups of `size` layers suit a model with so many layers after its first group."""
+def _unsuited(size: int, num_others: int, num_layer_blocks: int) -> str:
+    """Return why groups of `size` layers do not suit a model with `num_others` layers after its first group.
+
+    The reason is empty if they suit it.
+    """
     num_tables = -(-num_others // size)
-    return (
-        num_tables < MAX_GROUPS
-        and num_tables * size - num_others <= _MAX_UNUSED * (size + num_others)
-        and num_tables * (num_layer_blocks // size) <= MAX_WINDOW_ENTRIES
-    )
+    num_unused = num_tables * size - num_others
+    if num_tables >= MAX_GROUPS:
+        return f"blocks of {size} layers would need more than {MAX_GROUPS} tables per row"
+    if num_unused > _MAX_UNUSED * (size + num_others):
+        return (
+            f"blocks would have room for {num_unused} unused layers, more than {_MAX_UNUSED:.0%} of the model's layers"
+        )
+    if num_tables * (num_layer_blocks // size) > MAX_WINDOW_ENTRIES:
+        return "the memory for KV holds more blocks than the scheduler's table of window blocks"
+    return ""
 
 
 def _groups(full: list[int], windowed: list[int], size: int, window: int) -> KVGroups:

@@ -89,6 +89,11 @@ def load(
     vars(decoder.config)["pad_token_id"] = None
     hf_latent.prepare(decoder)
     model = _choose(architecture, decoder, device, num_positions)
+    if isinstance(model, hf_cache.CacheModel) and _has_windows(decoder.config):
+        get_logger().info(
+            f"KV behind sliding windows is kept: {architecture} runs through the cache interface; see with quire"
+            " capacity how many requests fit. A request holds the KV of all its tokens in all layers"
+        )
     if model.attention == PAGED:
         hf_latent.pack(decoder)
     else:
@@ -138,6 +143,14 @@ def _choose(architecture: str, decoder: PreTrainedModel, device: torch.device, n
                 reasons.append(f"its logits with a paged KV cache differ from its own logits by {distance:.1%}")
             model.discard()
     raise _refusal(architecture, reasons[-1])
+
+
+def _has_windows(config: PretrainedConfig) -> bool:
+    """Return whether some layers attend to the newest tokens only, as far as config.json shows."""
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return isinstance(getattr(config, "sliding_window", None), int)
+    return any(kind in ("sliding_attention", "chunked_attention", "hybrid_sliding") for kind in types)
 
 
 def _ways(decoder: PreTrainedModel, device: torch.device) -> Iterator[Callable[[], TransformersModel]]:
