@@ -111,6 +111,28 @@ def default_host_states(
     return min(rows + -(-checkpoints * host_memory // max(1, memory)), share // state_bytes)
 
 
+def count_host_blocks(host_memory: int, num_state_bytes: int, bytes_per_block: int, num_kv_groups: int = 1) -> int:
+    """Return the number of KV blocks that fit into host memory.
+
+    Args:
+        host_memory: bytes of host memory for states and KV.
+        num_state_bytes: bytes of the recurrent states there, at most a quarter of it.
+        bytes_per_block: bytes of a block.
+        num_kv_groups: number of blocks for the same tokens.
+
+    Raises:
+        ConfigError: there is host memory, but too little for the shortest prefix.
+    """
+    number, least = (host_memory - num_state_bytes) // bytes_per_block, num_kv_groups * bytes_per_block
+    if host_memory and number < num_kv_groups:
+        least = -(-4 * least // 3) if num_state_bytes else least
+        raise ConfigError(
+            f"host_cache: {host_memory:,} bytes are too little for the KV of one block; use at least {least:,},"
+            " or 0 for no host memory"
+        )
+    return number
+
+
 def count_disk_blocks(disk_bytes: int, bytes_per_block: int) -> int:
     """Return the number of blocks that fit on a disk, each in a file of its own."""
     file_bytes = -(-(DISK_HEADER_BYTES + bytes_per_block) // _PAGE_BYTES) * _PAGE_BYTES

@@ -89,7 +89,7 @@ def run(options: Namespace) -> int:
         with_states,
     )
     from shared.config import parse_bytes
-    from shared.kv_sizes import unsuitable_heads
+    from shared.kv_sizes import count_host_blocks, unsuitable_heads
 
     is_default = options.max_num_seqs is None
     options.max_num_seqs = (256 if options.kv_cache_memory is None else 64) if is_default else options.max_num_seqs
@@ -148,9 +148,11 @@ def run(options: Namespace) -> int:
     agent, groups = _agent(options.agents, longest), kv_groups(sizes, serving)
     for_prefixes = parse_bytes(options.host_cache)
     num_host_states = host_states(serving, sizes, usable - own, for_prefixes)
-    host_blocks = (for_prefixes - num_host_states * sizes.state_bytes) // max(1, bytes_per_block)
+    num_groups = 1 if groups is None else groups.num_groups
+    state_bytes = num_host_states * sizes.state_bytes
+    host_blocks = count_host_blocks(for_prefixes, state_bytes, bytes_per_block, num_groups)
     # With windows, this is a lower bound, because prefixes keep only their last windows.
-    host_tokens = host_blocks // (1 if groups is None else groups.num_groups) * serving.block_size
+    host_tokens = host_blocks // num_groups * serving.block_size
     disk_tokens = parse_bytes(options.disk_cache_bytes) // max(1, bytes_per_block) * serving.block_size
     if disk_tokens and not host_tokens:
         raise CommandError("--disk-cache-bytes: blocks on disk pass through host memory; add --host-cache")

@@ -1,6 +1,7 @@
 """`quire capacity` against what a worker allocates."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from measure.testbed.storages import bytes_of
 from quire_server.capacity import kv_bytes, kv_formula
 from quire_server.cli.main import main
 from quire_server.model_sizes import sizes_from_config
-from shared.config import WorkerConfig
+from shared.config import ConfigError, WorkerConfig
 from shared.model_path import resolve_model
 from worker_svc.memory.kv_pool import block_bytes
 from worker_svc.model.loader import load_model
@@ -178,6 +179,30 @@ def test_states_of_rows_with_drafts(speculation: str, checkpoints: int, tmp_path
     assert card["num_blocks"] == limits.num_blocks
     assert found["host_cache_states"] == limits.num_host_states > limits.max_rows
     assert found["host_cache_tokens"] == limits.num_host_blocks * limits.block_size
+
+
+@pytest.mark.parametrize("model", ["LlamaForCausalLM", "GptOssForCausalLM", "Qwen3NextForCausalLM"])
+def test_host_memory_that_holds_no_block_is_refused(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The worker and `quire capacity` name the least size. With it, a worker starts and has blocks for one prefix."""
+    sizes = {"sliding_window": 64, "max_position_embeddings": 4096} if model == "GptOssForCausalLM" else {}
+    folder = make_checkpoint(model, tmp_path / "model", **sizes)
+    too_little = "1KiB"
+    if model == "Qwen3NextForCausalLM":
+        # Enough for the state of a row, but not for a block with so many tokens.
+        too_little = str(4 * make_engine(folder, kv_cache_memory="6MiB").limits.state_bytes)
+    settings: dict[str, Any] = {"kv_cache_memory": "6MiB", "block_size": 1024}
+    with pytest.raises(ConfigError, match=r"host_cache: .* use at least [0-9,]+, or 0") as refused:
+        make_engine(folder, host_cache=too_little, **settings)
+
+    least = re.findall(r"at least ([0-9,]+)", str(refused.value))[0].replace(",", "")
+    limits = make_engine(folder, host_cache=least, **settings).limits
+    assert limits.num_host_blocks == limits.num_kv_groups
+    if not limits.state_bytes:
+        flags = ("--kv-cache-memory=6MiB", "--block-size=1024", f"--host-cache={too_little}")
+        assert main(["capacity", "--model", str(folder), *flags]) == 1
+        assert str(refused.value) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

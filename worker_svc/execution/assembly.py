@@ -10,7 +10,7 @@ from opentelemetry.trace import Tracer
 from shared.config import ConfigError, WorkerConfig, parse_bytes
 from shared.frames import MAX_STEP_TOKENS
 from shared.grammars import GrammarError, GrammarTokenizer
-from shared.kv_sizes import count_blocks, count_disk_blocks, default_checkpoints, default_host_states
+from shared.kv_sizes import count_blocks, count_disk_blocks, count_host_blocks, default_checkpoints, default_host_states
 from shared.logging import get_logger
 from shared.model_path import draft_of
 from worker_svc.device.accelerator import Accelerator
@@ -122,8 +122,16 @@ def build_engine(
             rows=limits.max_rows,
             max_model_len=limits.max_model_len,
         )
-    host_memory = parse_bytes(config.host_cache) - num_host_states * limits.state_bytes
-    num_host_blocks = host_memory // bytes_per_block if bytes_per_block else num_host_states * limits.max_blocks_per_row
+    num_host_blocks = num_host_states * limits.max_blocks_per_row
+    if bytes_per_block:
+        num_host_blocks = count_host_blocks(
+            *(
+                parse_bytes(config.host_cache),
+                num_host_states * limits.state_bytes,
+                bytes_per_block,
+                limits.num_kv_groups,
+            )
+        )
     num_blocks, num_host_blocks = group.least((num_blocks, num_host_blocks))
     limits = dataclasses.replace(
         limits,
