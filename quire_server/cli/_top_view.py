@@ -1,7 +1,7 @@
 """Renders the screen of `quire top` from `WatchSteps` messages. Pure: messages in, lines out."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from quire.admin.v1 import admin_pb2 as admin
@@ -82,6 +82,7 @@ class Top:
             f"{sum(each.good_requests for each in rates) / seconds:>8.1f} /s within their targets",
             f"tokens/s   {sum(each.output_tokens for each in rates) / seconds:>8.0f} output    "
             f"{sum(each.prompt_tokens for each in rates) / seconds:>8.0f} prompt    {self._curve('tokens')}",
+            _cached_line(rates, seconds),
             f"TTFT       {_times(each.ttft for each in rates):<24} {self._curve('ttft')}",
             f"ITL        {_times(each.itl for each in rates):<24} {self._curve('itl')}",
             "",
@@ -147,6 +148,14 @@ class Top:
                         f"  {each.waits_for}"
                     )
         return lines
+
+
+def _cached_line(rates: Sequence[admin.ServiceRates], seconds: float) -> str:
+    """Return a line with the prompt tokens that were not computed, and their share of all prompt tokens."""
+    cached = sum(each.cached_prompt_tokens for each in rates)
+    total = cached + sum(each.prompt_tokens for each in rates)
+    share = f"{cached / total:.0%}" if total else "-"
+    return f"cached     {cached / seconds:>8.0f} prompt tokens/s, {share} of all prompt tokens"
 
 
 def _leadership_lines(load: admin.SchedulerLoad) -> list[str]:

@@ -38,6 +38,10 @@ class Served:
         self._rates.arrived_requests += 1
         self._live[key] = _Live(now, ttft_deadline, total_deadline)
 
+    def admitted(self, num_cached: int) -> None:
+        """Count the first admission of a request with so many cached prompt tokens."""
+        self._rates.cached_prompt_tokens += num_cached
+
     def first_token(self, key: Key, now: float) -> None:
         """Count a first token."""
         live = self._live.get(key)

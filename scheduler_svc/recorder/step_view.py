@@ -129,6 +129,8 @@ class StepView:
         worker.plans[plan.step] = step, now
         for admission in plan.admissions:
             spec = admission.spec
+            if not admission.attempt:
+                self._served.admitted(min(admission.num_computed_tokens, spec.num_prompt_tokens))
             about = About(spec.request_id, spec.tenant, spec.num_prompt_tokens, spec.max_tokens, spec.traceparent)
             self._name(rows[admission.row], about)
 

@@ -102,6 +102,7 @@ class _Batch:
         rates = load.rates
         rates.seconds, rates.completed_requests, rates.good_requests = 1.0, int(20 + 9 * draw()), int(12 + 8 * draw())
         rates.output_tokens, rates.prompt_tokens = running * STEPS_PER_S, int(2000 + 900 * draw())
+        rates.cached_prompt_tokens = int(900 * draw())
         rates.ttft.count, rates.ttft.p50, rates.ttft.p99 = 20, 0.1 + 0.1 * draw(), 0.4 + 0.3 * draw()
         rates.itl.count, rates.itl.p50, rates.itl.p99 = 900, 0.02, 0.03 + 0.01 * draw()
 

@@ -16,7 +16,7 @@ from tests.quire.scripted_server import fail, reason
 
 
 def _load(
-    seconds: float, *, output: int = 0, p50: float = 0.0, p99: float = 0.0, count: int = 0
+    seconds: float, *, output: int = 0, cached: int = 0, p50: float = 0.0, p99: float = 0.0, count: int = 0
 ) -> admin.SchedulerLoad:
     load = admin.SchedulerLoad(running_requests=3, waiting_requests=2)
     load.workers.add(
@@ -26,6 +26,7 @@ def _load(
     load.waiting_by_tenant.add(tenant="search", waiting_requests=2)
     rates = load.rates
     rates.seconds, rates.output_tokens, rates.completed_requests, rates.good_requests = seconds, output, 4, 2
+    rates.prompt_tokens, rates.cached_prompt_tokens = 60, cached
     rates.ttft.count, rates.ttft.p50, rates.ttft.p99 = count, p50, p99
     return load
 
@@ -51,7 +52,7 @@ def test_the_screen_shows_what_happened_since_the_one_before() -> None:
     top.take(admin.WatchStepsResponse(load=_load(0.0, output=9), tables=_tables()))
     assert not top.is_complete, "the first load covers no time"
     top.take(admin.WatchStepsResponse(steps=[_step([0, 1]), _step([0], [2], [3])], dropped_steps=7))
-    top.take(admin.WatchStepsResponse(load=_load(2.0, output=191, p50=0.5, p99=0.9, count=3)))
+    top.take(admin.WatchStepsResponse(load=_load(2.0, output=191, cached=180, p50=0.5, p99=0.9, count=3)))
     assert top.is_complete
     text = "\n".join(top.lines())
 
@@ -59,7 +60,8 @@ def test_the_screen_shows_what_happened_since_the_one_before() -> None:
         "quire host:1   1 workers   7 steps were left out",
         "       3 running          2 waiting",
         "     4.0 /s             2.0 /s within their targets",
-        "     100 output",
+        "     100 output          60 prompt",
+        "cached           90 prompt tokens/s, 60% of all prompt tokens",
         "500 / 900 ms  (p50 / p99)",
         "w0               draining [############------      ]   50%    3/8       1.0         6   50%",
         "  #.P-",
@@ -74,6 +76,7 @@ def test_the_screen_shows_what_happened_since_the_one_before() -> None:
     after = "\n".join(top.lines())
     assert "       5 output" in after
     assert "TTFT       - " in after
+    assert "cached            0 prompt tokens/s, 0% of all prompt tokens" in after
 
 
 def test_the_screen_shows_the_leader_and_its_standbys_if_there_are_any() -> None:

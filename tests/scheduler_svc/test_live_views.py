@@ -153,6 +153,21 @@ def test_a_view_has_every_row_of_every_step(tmp_path: Path) -> None:
     assert not any(part.dropped_steps for part in found)
 
 
+def test_rates_count_cached_prompt_tokens(tmp_path: Path) -> None:
+    """Tokens of a prompt whose KV was cached count when the request is admitted, and not among the computed ones."""
+    prompt = list(range(100, 117))
+    with _service(tmp_path, prefix_cache="hash") as service:
+        service.watch()
+        for stream in (1, 2, 3):
+            service.submit(stream, prompt, 2)
+            service.run()
+        service.settle()
+        rates = [part.load.rates for part, _ in service.received() if part.HasField("load")]
+
+    assert sum(each.cached_prompt_tokens for each in rates) == 2 * 16, "four blocks of four tokens, twice"
+    assert sum(each.prompt_tokens for each in rates) == len(prompt) + 2 * 1
+
+
 def test_a_front_end_that_does_not_keep_up_learns_what_it_missed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

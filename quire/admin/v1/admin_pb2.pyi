@@ -1175,6 +1175,7 @@ class ServiceRates(_message.Message):
     TTFT_FIELD_NUMBER: _builtins.int
     ITL_FIELD_NUMBER: _builtins.int
     TARGETED_REQUESTS_FIELD_NUMBER: _builtins.int
+    CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     seconds: _builtins.float
     """Length of the interval, s."""
     arrived_requests: _builtins.int
@@ -1189,6 +1190,8 @@ class ServiceRates(_message.Message):
     """Generated tokens."""
     targeted_requests: _builtins.int
     """Completed requests that had a deadline or a target."""
+    cached_prompt_tokens: _builtins.int
+    """Prompt tokens of newly admitted requests that are not computed, because their KV was cached."""
     @_builtins.property
     def ttft(self) -> Global___Quantiles:
         """From the arrival at the scheduler to the first token."""
@@ -1209,10 +1212,11 @@ class ServiceRates(_message.Message):
         ttft: Global___Quantiles | None = ...,
         itl: Global___Quantiles | None = ...,
         targeted_requests: _builtins.int = ...,
+        cached_prompt_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["itl", b"itl", "ttft", b"ttft"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrived_requests", b"arrived_requests", "completed_requests", b"completed_requests", "good_requests", b"good_requests", "itl", b"itl", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "seconds", b"seconds", "targeted_requests", b"targeted_requests", "ttft", b"ttft"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrived_requests", b"arrived_requests", "cached_prompt_tokens", b"cached_prompt_tokens", "completed_requests", b"completed_requests", "good_requests", b"good_requests", "itl", b"itl", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "seconds", b"seconds", "targeted_requests", b"targeted_requests", "ttft", b"ttft"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

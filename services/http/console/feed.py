@@ -203,6 +203,7 @@ def _load(load: admin.SchedulerLoad) -> dict[str, Any]:
             "good": rates.good_requests,
             "targeted": rates.targeted_requests,
             "promptTokens": rates.prompt_tokens,
+            "cachedTokens": rates.cached_prompt_tokens,
             "outputTokens": rates.output_tokens,
             "ttft": _quantiles(rates.ttft),
             "itl": _quantiles(rates.itl),

@@ -22,7 +22,15 @@ const FIGURES = [
   { title: "TTFT", lines: [["median", (load) => load.rates.ttft?.[0]], ["p99", (load) => load.rates.ttft?.[1]]], write: duration, instead: unserved },
   { title: "ITL", lines: [["median", (load) => load.rates.itl?.[0]], ["p99", (load) => load.rates.itl?.[1]]], write: duration },
   { title: "Output", lines: [["tokens", (load) => per(load.rates.outputTokens, load.rates)]], write: each("tokens/s") },
-  { title: "Prompts", lines: [["tokens", (load) => per(load.rates.promptTokens, load.rates)]], write: each("tokens/s") },
+  {
+    title: "Prompts",
+    lines: [
+      ["computed", (load) => per(load.rates.promptTokens, load.rates)],
+      ["cached", (load) => per(load.rates.cachedTokens, load.rates)],
+    ],
+    write: each("tokens/s"),
+    note: cachedShare,
+  },
   {
     title: "Requests",
     lines: [["goodput", (load) => per(load.rates.good, load.rates)], ["completed", (load) => per(load.rates.completed, load.rates)]],
@@ -51,6 +59,13 @@ function unserved(load) {
 function untargeted(loads) {
   const count = (name) => loads.reduce((total, load) => total + load.rates[name], 0);
   return count("completed") && !count("targeted") ? "no targets are set, so every completed request counts as good" : "";
+}
+
+/** Says which share of the prompt tokens was cached. */
+function cachedShare(loads) {
+  const count = (name) => loads.reduce((total, load) => total + load.rates[name], 0);
+  const cached = count("cachedTokens");
+  return cached ? `${percent(share(cached, cached + count("promptTokens")))} of the prompt tokens were cached` : "";
 }
 
 export class Figures {
