@@ -177,6 +177,14 @@ BOARDS = (
                     ),
                 ),
             ),
+            _rates(
+                "Prefix cache: cached tokens computed again",
+                "short",
+                "quire_prefix_cache_unusable_tokens_total",
+                "worker",
+                description="No state checkpoint or window follows them. A checkpoint may be missing:"
+                " --state-checkpoints.",
+            ),
             _rates("Discarded tokens", "short", "quire_discarded_tokens_total", "worker"),
             _rates("Draft tokens", "short", "quire_draft_tokens_total", "worker"),
             _rates("Accepted draft tokens", "short", "quire_accepted_draft_tokens_total", "worker"),
@@ -215,6 +223,33 @@ BOARDS = (
                 (
                     Query(_rate("quire_swapped_out_blocks_total", "worker"), "{{worker}} to the host"),
                     Query(_rate("quire_swapped_in_blocks_total", "worker"), "{{worker}} back"),
+                ),
+            ),
+            _values("Blocks of sliding windows", "short", "quire_window_blocks", "worker"),
+            _values("Checkpoints of recurrent states", "short", "quire_state_checkpoints", "worker, state"),
+            _values(
+                "Recurrent states in host memory",
+                "short",
+                "quire_host_states",
+                "worker, state",
+                "Of cached prefixes (cached), of preempted requests (held), and places in all (total).",
+            ),
+            Panel(
+                "Recurrent states copied",
+                "short",
+                (
+                    Query(
+                        _rate("quire_state_copies_total", "worker, direction"), "{{worker}} checkpoint {{direction}}"
+                    ),
+                    Query(_rate("quire_host_state_copies_total", "worker, direction"), "{{worker}} host {{direction}}"),
+                ),
+            ),
+            Panel(
+                "Recurrent states evicted",
+                "short",
+                (
+                    Query(_rate("quire_state_checkpoints_evicted_total", "worker"), "{{worker}} checkpoints"),
+                    Query(_rate("quire_host_states_evicted_total", "worker"), "{{worker}} host memory"),
                 ),
             ),
         ),

@@ -12,7 +12,7 @@ import pytest
 from shared import metric_names
 from tools import alerts, dashboards
 from tools.alerts import BURNS, OBJECTIVES, RULES, rules, rules_text
-from tools.dashboards import BOARDS, GRAFANA
+from tools.dashboards import BOARDS, GRAFANA, ROOT
 
 PROMTOOL = shutil.which("promtool")
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian package prometheus)")
@@ -56,6 +56,16 @@ def test_dashboards_and_rules_read_metrics_that_exist() -> None:
     labels = {name.replace(".", "_") for metric in metric_names.ALL for name in metric.labels}
 
     assert read - labels <= known
+
+
+def test_metrics_of_recurrent_states_and_windows_have_panels() -> None:
+    """What docs/models.md advises operators to watch, and all metrics of states in host memory, are on a dashboard."""
+    shown = {query.expr for board in BOARDS for panel in board.panels for query in panel.queries}
+    named = set(re.findall(r"quire_\w+", (ROOT / "docs" / "models.md").read_text("utf-8")))
+    named |= {each.prometheus_name for each in metric_names.ALL if each.name.startswith("quire.host_state")}
+
+    assert len(named) >= 6
+    assert [name for name in named if not any(re.search(rf"\b{name}(_total)?\b", expr) for expr in shown)] == []
 
 
 def test_objectives_are_bounds_of_buckets() -> None:
