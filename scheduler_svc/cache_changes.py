@@ -71,7 +71,7 @@ class CacheChanges:
             worker: the worker.
             admitted: rows that got a new request with this plan.
         """
-        if not worker.shares_prefixes:
+        if not worker.prefixes.enabled:
             return
         known = self._caches.get(worker.epoch)
         if known is None:

@@ -516,7 +516,7 @@ class SchedulerService:
                     plan,
                     step_traceparent=step_traceparent,
                     attempt_traceparents=attempts,
-                    fingerprint=planned.model.fingerprint if planned is not None and planned.shares_prefixes else None,
+                    fingerprint=planned.model.fingerprint if planned is not None and planned.prefixes.enabled else None,
                 )
             except FrameTooLargeError as error:
                 # The core assumes that its plan is executed, so the worker must begin a new epoch. If one request made

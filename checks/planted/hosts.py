@@ -15,6 +15,7 @@ from scheduler_svc.core.memory.swapping import SwappedKV, SwapSpace
 from scheduler_svc.core.planning import results
 from scheduler_svc.core.planning.host_copies import HostCopies
 from scheduler_svc.core.requests.request import Request
+from scheduler_svc.core.workers.cached_prefixes import CachedPrefixes
 from scheduler_svc.core.workers.worker import Worker
 
 _SWAPS = adaptation("swaps")
@@ -51,7 +52,7 @@ def host_blocks_of_cancelled_kept(patch: pytest.MonkeyPatch) -> None:
 @bug("plan.copy", "kv.prefix", "core", "stream.token", "kv.reuse", aim=_SWAPS)
 def swapped_kv_outlives_its_worker(patch: pytest.MonkeyPatch) -> None:
     """The swapped KV of a request counts as present on any worker, even after its worker was lost."""
-    patch.setattr(Worker, "swapped_here", lambda self, request: request.swapped)
+    patch.setattr(CachedPrefixes, "swapped_here", lambda self, request: request.swapped)
 
 
 @bug("kv.prefix", "plan.admission", "plan.copy", "core", aim=_SWAPS)

@@ -28,8 +28,10 @@ from scheduler_svc.core.memory.swapping import SwapSpace
 from scheduler_svc.core.planning.planner import Planner
 from scheduler_svc.core.planning.row_failures import judge
 from scheduler_svc.core.requests.request import Request
-from scheduler_svc.core.workers import worker
+from scheduler_svc.core.workers import cached_prefixes
+from scheduler_svc.core.workers.cached_prefixes import CachedPrefixes
 from scheduler_svc.core.workers.fleet import Fleet
+from scheduler_svc.core.workers.prefix_publisher import PrefixPublisher
 from scheduler_svc.core.workers.worker import Worker
 
 
@@ -94,7 +96,7 @@ def computed_off_by_one(patch: pytest.MonkeyPatch) -> None:
 @bug("prefix.salt")
 def key_without_salt(patch: pytest.MonkeyPatch) -> None:
     """Requests of different cache scopes share prefixes."""
-    wrap(patch, worker, "root_key", lambda root_key, fingerprint, salt: root_key(fingerprint, b""))
+    wrap(patch, cached_prefixes, "root_key", lambda root_key, fingerprint, salt: root_key(fingerprint, b""))
 
 
 @bug("kv.prefix", "core", aim=with_few_words)
@@ -162,12 +164,12 @@ def source_not_kept(patch: pytest.MonkeyPatch) -> None:
 def unproven_copied(patch: pytest.MonkeyPatch) -> None:
     """Blocks are copied from before a token was sampled from them."""
 
-    def proven(publish: Any, self: Worker, row: int, request: Any, blocks: Any, num_computed: int) -> None:
+    def proven(publish: Any, self: PrefixPublisher, row: int, request: Any, blocks: Any, num_computed: int) -> None:
         publish(self, row, request, blocks, num_computed)
-        num_full = num_computed // self.rows.block_size
-        self._prove(request, blocks[:num_full], num_full * self.rows.block_size)
+        num_full = num_computed // self._rows.block_size
+        self._prove(request, blocks[:num_full], num_full * self._rows.block_size)
 
-    wrap(patch, Worker, "_publish", proven)
+    wrap(patch, PrefixPublisher, "_publish", proven)
 
 
 @bug("prefix.salt", aim=with_limits(prefix_cache="radix"))
@@ -201,13 +203,13 @@ def mean_begins_in_the_middle(patch: pytest.MonkeyPatch) -> None:
     """A request with mean pooling skips the cached or swapped part of its prompt."""
     patch.setattr(Request, "starts_over", False)
 
-    def from_the_cache(match: Any, self: Worker, request: Request) -> Any:
+    def from_the_cache(match: Any, self: CachedPrefixes, request: Request) -> Any:
         whole, request.computes_whole_prompt = request.computes_whole_prompt, False
         found = match(self, request)
         request.computes_whole_prompt = whole
         return found
 
-    wrap(patch, Worker, "match", from_the_cache)
+    wrap(patch, CachedPrefixes, "match", from_the_cache)
 
 
 @bug("state.prefix", aim=both(with_few_words, with_state))
@@ -216,7 +218,7 @@ def state_is_shared(patch: pytest.MonkeyPatch) -> None:
 
     def sharing(join: Any, self: Fleet, hello: WorkerHello) -> Any:
         joined = join(self, hello)
-        joined.shares_prefixes = True
+        joined.prefixes.enabled = True
         return joined
 
     wrap(patch, Fleet, "join", sharing)
@@ -228,7 +230,7 @@ def state_is_swapped(patch: pytest.MonkeyPatch) -> None:
 
     def swapping(join: Any, self: Fleet, hello: WorkerHello) -> Any:
         joined = join(self, hello)
-        joined.swap = SwapSpace(hello.num_host_blocks)
+        joined.swap = joined.prefixes._swap = SwapSpace(hello.num_host_blocks)
         return joined
 
     wrap(patch, Fleet, "join", swapping)

@@ -7,9 +7,9 @@ import pytest
 from checks.planted.bug import bug, wrap
 from checks.sim.aims import adaptation
 from scheduler_svc.core.requests.request import Request
-from scheduler_svc.core.workers import quarantine, worker
+from scheduler_svc.core.workers import quarantine, trials
 from scheduler_svc.core.workers.quarantine import Quarantine
-from scheduler_svc.core.workers.worker import Worker
+from scheduler_svc.core.workers.trials import Trials
 
 _POISON = adaptation("poison")
 _READERS = adaptation("poison and slow readers")
@@ -19,13 +19,13 @@ _CRASHES = adaptation("crashes")
 @bug("poison", "stream.reason", aim=_POISON)
 def cleared_by_its_prompt(patch: pytest.MonkeyPatch) -> None:
     """A suspect is cleared as soon as its trial has begun."""
-    patch.setattr(worker, "PROBATION", 0)
+    patch.setattr(trials, "PROBATION", 0)
 
 
 @bug("poison", "work.held", "work.running", "order.prompts", "finish", aim=_READERS)
 def never_cleared(patch: pytest.MonkeyPatch) -> None:
     """A suspect that has survived alone stays a suspect, and its trial continues until it ends."""
-    patch.setattr(Worker, "end_trial", lambda self: None)
+    patch.setattr(Trials, "end", lambda self: None)
 
 
 @bug("stream.reason", aim=_POISON)
@@ -41,7 +41,7 @@ def deaths_outlive_the_trial(patch: pytest.MonkeyPatch) -> None:
     def keeps(request: Request) -> None:
         request.faults.suspect = False
 
-    patch.setattr(worker, "clear_suspect", keeps)
+    patch.setattr(trials, "clear_suspect", keeps)
 
 
 @bug("poison", aim=_POISON)
@@ -60,11 +60,11 @@ def every_death_withdrawn(patch: pytest.MonkeyPatch) -> None:
 def suspended_trial_forgotten(patch: pytest.MonkeyPatch) -> None:
     """The trial of a suspect without credit is dropped, so the suspect is never cleared."""
 
-    def forget(suspend: Any, self: Worker) -> None:
+    def forget(suspend: Any, self: Trials) -> None:
         suspend(self)
-        self.suspended_trials.clear()
+        self.suspended.clear()
 
-    wrap(patch, Worker, "suspend_trial", forget)
+    wrap(patch, Trials, "_suspend", forget)
 
 
 @bug(unseen="a worker has to be cut off twice while the same suspect runs alone, and come back each time")

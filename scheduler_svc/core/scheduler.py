@@ -494,19 +494,25 @@ class Scheduler:
         if request.state is not RequestState.QUEUED:
             return
         found = [
-            (worker.match(request), worker)
+            (worker.prefixes.match(request), worker)
             for worker in self._fleet.with_disk.values()
             if not worker.draining and worker.swap.disk is not None and worker.swap.disk.keys
         ]
         if not found:
             return
-        match, worker = max(found, key=lambda each: each[1].num_cached(each[0]))
-        worker.load(request, match, now, self._requests.backlog.competing_tokens // len(self._fleet))
+        match, worker = max(found, key=lambda each: each[1].prefixes.num_cached(each[0]))
+        worker.prefixes.load(
+            request,
+            match,
+            now,
+            num_started=worker.prefill_backlog(),
+            num_competing=self._requests.backlog.competing_tokens // len(self._fleet),
+        )
         self._send_jobs(worker)
 
     def _use_disk(self, worker: Worker, now: float) -> None:
         """Start to write blocks to a worker's disk, and send the jobs."""
-        worker.write_to_disk(now)
+        worker.prefixes.write_to_disk(now)
         self._send_jobs(worker)
 
     def _send_jobs(self, worker: Worker) -> None:
@@ -555,7 +561,7 @@ class Scheduler:
         self._schedule.update(worker)
         self._placement.changed(worker)
         self._frontends.deliver(worker.rows, settled)
-        worker.judge()
+        worker.trials.judge(in_flight=bool(worker.in_flight))
         for request in settled.first_tokens:
             self._requests.forecast.had_first_token(request.prediction, now - request.arrival)
         for request in settled.prefilled:

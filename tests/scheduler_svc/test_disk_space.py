@@ -343,7 +343,7 @@ def test_blocks_are_written_while_the_latest_reads_paid() -> None:
     assert worker is not None
     _measure_slow_reads(worker)
     for share, num_written in ((0.5, 4), (0.0, 0)):
-        worker.read_share = share
+        worker.prefixes.read_share = share
         _store(worker.swap, *range(10 * num_written, 10 * num_written + 4))
-        worker.write_to_disk(0.0)
+        worker.prefixes.write_to_disk(0.0)
         assert sum(len(job.blocks) for job in _jobs(worker.swap)) == num_written

@@ -424,7 +424,7 @@ class RequestRegistry:
                 worker.pool.end_sessions(sessions)
             if request.spec.retention_s:
                 until = now + request.spec.retention_s
-                worker.retain(request, num_tokens, until, sessions[0] if sessions else None)
+                worker.prefixes.retain(request, num_tokens, until, sessions[0] if sessions else None)
 
     def _place(self, request: Request, num_tokens: int) -> tuple[int, int] | None:
         """Return the epoch and the cached device block that ends after `num_tokens` of the request's tokens, or None.
@@ -432,10 +432,10 @@ class RequestRegistry:
         Only the worker that ran the request is searched, because this is called for each request.
         """
         worker = self._fleet.open.get(request.home)
-        if worker is None or not worker.shares_prefixes:
+        if worker is None or not worker.prefixes.enabled:
             return None
         num_blocks, rest = divmod(num_tokens, worker.rows.block_size)
-        block = None if rest else worker.cached_block(request, num_blocks)
+        block = None if rest else worker.prefixes.cached_block(request, num_blocks)
         return None if block is None else (worker.epoch, block)
 
     def resume(self, event: ev.ResumeAsked, now: float) -> None:

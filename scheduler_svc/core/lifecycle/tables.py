@@ -158,7 +158,7 @@ def block_map(worker: Worker, swapped: Iterable[Request], most: int) -> BlockMap
         tables.append(worker.held_blocks(row))
     device_tables = tables.copy()
     for request in swapped:
-        kept = worker.swapped_here(request)
+        kept = worker.prefixes.swapped_here(request)
         if kept is not None:
             owners.append(request.key)
             tokens.append(kept.num_tokens)

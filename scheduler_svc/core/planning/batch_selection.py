@@ -23,8 +23,9 @@ from scheduler_svc.core.queueing.placement import DECODE_COST, MAX_ASSIGNED, NOT
 from scheduler_svc.core.queueing.policies import Place, late_rank
 from scheduler_svc.core.queueing.tenants import Tenants
 from scheduler_svc.core.requests.request import Request
+from scheduler_svc.core.workers.cached_prefixes import Match
 from scheduler_svc.core.workers.rows import DECODE
-from scheduler_svc.core.workers.worker import Match, Worker
+from scheduler_svc.core.workers.worker import Worker
 from shared.frames import PACKED_BYTES, TOKEN_BYTES
 
 MAX_ADMITTED_BYTES = PACKED_BYTES
@@ -257,7 +258,7 @@ class Admission:
                 continue
             worker = self._worker
             if find_room(worker, request, NOTHING_CACHED) or find_room(
-                worker, request, worker.match_on_device(request)
+                worker, request, worker.prefixes.match_on_device(request)
             ):
                 return request
             request.waits_for(WaitReason.MEMORY, self._now)
@@ -281,10 +282,11 @@ class Admission:
         for is_cached in (False, True):
             if is_cached:
                 # Only search for cached blocks if they matter.
-                matches = [(each, worker.match_on_device(each)) for each in (request, first)]
+                matches = [(each, worker.prefixes.match_on_device(each)) for each in (request, first)]
                 num_blocks -= in_windows + sum(len(match.blocks) for _, match in matches)
                 num_blocks += sum(worker.num_window_blocks(each, len(match.blocks)) for each, match in matches)
-                num_available -= sum(worker.pool.count_idle(worker.shared_blocks(match)) for _, match in matches)
+                shared = (worker.prefixes.shared_blocks(match) for _, match in matches)
+                num_available -= sum(worker.pool.count_idle(blocks) for blocks in shared)
             if worker.capacity.admits(
                 rows,
                 num_new=num_blocks,
@@ -352,7 +354,7 @@ class Admission:
         """
         num_tokens = self._ranked.get(request.sequence)
         if num_tokens is None:
-            num_tokens = self._ranked[request.sequence] = self._worker.cached_tokens(request)
+            num_tokens = self._ranked[request.sequence] = self._worker.prefixes.cached_tokens(request)
         return num_tokens
 
     def _may_look_further(self) -> bool:
@@ -422,12 +424,18 @@ class Admission:
         None means that the request goes to another worker, waits for its prefix, or lacks memory.
         """
         worker = self._worker
-        match = worker.match(request)
+        match = worker.prefixes.match(request)
         if len(match.on_disk) and not worker.draining:
             num_workers = self._placement.num_workers if self._placement is not None else 1
-            worker.load(request, match, self._now, self._backlog.competing_tokens // num_workers)
+            worker.prefixes.load(
+                request,
+                match,
+                self._now,
+                num_started=worker.prefill_backlog(),
+                num_competing=self._backlog.competing_tokens // num_workers,
+            )
         if not worker.draining and waits_for_prefix(worker, request, match):
-            reason = WaitReason.BOUNDARY if worker.has_boundaries else WaitReason.PREFIX
+            reason = WaitReason.BOUNDARY if worker.prefixes.has_boundaries else WaitReason.PREFIX
             is_read = not worker.pool.cache.is_pending(match.next_key)
             request.waits_for(WaitReason.DISK if is_read else reason, self._now)
             self._backlog.hold_for_prefix(request, worker, match.next_key)
@@ -437,7 +445,7 @@ class Admission:
         if room is None:
             return None
         if self._placement is not None and request.wait.num_assigned < MAX_ASSIGNED and not self._is_assigned:
-            other = self._placement.better_than(worker, self._load, request, worker.num_cached(match))
+            other = self._placement.better_than(worker, self._load, request, worker.prefixes.num_cached(match))
             if other is not None:
                 self._assign(request, other)
                 self._num_looked_past += 1
@@ -493,14 +501,14 @@ class Admission:
                 continue
             suspect.waits_for(WaitReason.ALONE, self._now)
             self._overtakable.append(suspect)
-            if not self._worker.trial_due and self._suspect_room(suspect) is not None:
-                self._worker.trial_due = True
+            if not self._worker.trials.is_due and self._suspect_room(suspect) is not None:
+                self._worker.trials.is_due = True
 
     def _suspect_room(self, request: Request) -> Room | None:
         worker = self._worker
         if worker.rows.num_running >= self._max_running:
             return None
-        return find_room(worker, request, worker.match_on_device(request))
+        return find_room(worker, request, worker.prefixes.match_on_device(request))
 
     def _admitted(self, request: Request) -> None:
         self._backlog.admitted(request, self._worker)
@@ -649,7 +657,7 @@ def victim_for_tenant(
     num_mine = tenants.num_running(request.spec.tenant) + 1
     if num_mine > most or config.policy_of(request.spec.request_class) != "fair":
         return None, []
-    if find_room(worker, request, worker.match_on_device(request)) is None:
+    if find_room(worker, request, worker.prefixes.match_on_device(request)) is None:
         return None, []
     if not _lacks_only_room(worker, request, placement, tenants, now):
         return None, []
@@ -668,7 +676,7 @@ def victim_for_tenant(
         return None, []
     victim = min(victims, key=lambda row: int(rows.committed[row]))
     num_lost = int(rows.committed[victim])
-    if worker.shares_prefixes:
+    if worker.prefixes.enabled:
         num_lost %= rows.block_size
     worker.next_row_for_tenant = now + _RECOMPUTE_PAUSE * num_lost * worker.costs.prompt_token_s
     return request, [victim]
@@ -683,7 +691,7 @@ def victims_for_urgent(
     policies = {config.policy, *(each.policy for each in config.classes.values())}
     if policies.isdisjoint(PREEMPTIVE_POLICIES):
         return None, []
-    request = backlog.take(worker, worker.cached_tokens)
+    request = backlog.take(worker, worker.prefixes.cached_tokens)
     if request is None or _requeue_if_late(request, backlog, now):
         return None, []
     backlog.put_back(request)
@@ -691,8 +699,8 @@ def victims_for_urgent(
         return None, []
     rows, pool = worker.rows, worker.pool
     need_row = rows.num_running >= min(config.max_num_seqs, rows.max_rows)
-    match = worker.match_on_device(request)
-    cached = worker.shared_blocks(match)
+    match = worker.prefixes.match_on_device(request)
+    cached = worker.prefixes.shared_blocks(match)
     num_new = -(-len(request.tokens) // rows.block_size) - len(match.blocks)
     num_new += worker.num_window_blocks(request, len(match.blocks))
     # Retired blocks become available without preemption when the result arrives.

@@ -10,7 +10,8 @@ import numpy.typing as npt
 from scheduler_svc.core.interface.arrays import IndexArray, Int32Array
 from scheduler_svc.core.interface.events import StepDone
 from scheduler_svc.core.workers.rows import FREE
-from scheduler_svc.core.workers.worker import StepInFlight, Worker
+from scheduler_svc.core.workers.steps_in_flight import StepInFlight
+from scheduler_svc.core.workers.worker import Worker
 
 FloatArray = npt.NDArray[np.float64]
 

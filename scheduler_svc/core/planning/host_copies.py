@@ -31,8 +31,9 @@ from scheduler_svc.core.memory.host_keys import CachedBlock
 from scheduler_svc.core.planning.prompt_chunks import StepChunks
 from scheduler_svc.core.planning.state_saves import keep_state
 from scheduler_svc.core.requests.request import Request
+from scheduler_svc.core.workers.cached_prefixes import Match
 from scheduler_svc.core.workers.chunks import chunk_cost
-from scheduler_svc.core.workers.worker import Match, Worker
+from scheduler_svc.core.workers.worker import Worker
 from shared.prefix_keys import KEY_BYTES, BlockKey
 
 _UNKNOWN = 8
@@ -64,7 +65,7 @@ class HostCopies:
     def _affordable(self) -> int:
         """Return how many blocks the plan may copy to the host."""
         worker, space = self._worker, self._worker.swap
-        space.pays = worker.costs.moves(worker.tokens_per_cached_block, space.return_chance)
+        space.pays = worker.costs.moves(worker.prefixes.tokens_per_cached_block, space.return_chance)
         space.overlaps = worker.costs.copies_overlap
         if not space.pays:
             return 0
@@ -89,12 +90,12 @@ class HostCopies:
             return match._replace(blocks=match.blocks[:num_usable], host=NO_INDICES, host_tail=NO_INDICES)
         if worker.swap.states is not None:
             # The request may wait for a later plan, and needs the state then.
-            worker.swap.states.use(worker.last_key(request, match.num_blocks))
+            worker.swap.states.use(worker.prefixes.last_key(request, match.num_blocks))
         overlaps = worker.costs.copies_overlap
         num_now = self._take_time(num_copies) if overlaps else self._take_budget(num_copies)
         if not num_now:
             return None
-        keys, host = worker.shareable_keys(request), match.host[:num_now]
+        keys, host = worker.prefixes.shareable_keys(request), match.host[:num_now]
         host_tail = match.host_tail[: num_now - len(host)]
         tail = NO_INDICES if windows is None else windows.present_tail(match.blocks, match.num_blocks)
         pool.share(match.blocks)
@@ -102,7 +103,7 @@ class HostCopies:
         taken = pool.take(num_now)
         blocks, in_windows = np.concatenate((match.blocks, taken[: len(host)])), taken[len(host) :]
         text = b"" if pool.cache.partial is None else request.tokens[: len(blocks) * size].tobytes()
-        pool.cache.publish(keys[: KEY_BYTES * len(blocks)], blocks, text, worker.root_key(request))
+        pool.cache.publish(keys[: KEY_BYTES * len(blocks)], blocks, text, worker.prefixes.root_key(request))
         step, answered = worker.last_step + 1, worker.answered_step
         if len(host):
             self.ins.append(worker.swap.load(host, taken[: len(host)], last_step=step, answered_step=answered))

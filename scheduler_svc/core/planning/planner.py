@@ -41,7 +41,8 @@ from scheduler_svc.core.requests.request import Request, as_column
 from scheduler_svc.core.workers.cost_model import StepShape
 from scheduler_svc.core.workers.rows import DECODE
 from scheduler_svc.core.workers.speculation import fitting
-from scheduler_svc.core.workers.worker import StepInFlight, Trial, Worker
+from scheduler_svc.core.workers.steps_in_flight import StepInFlight
+from scheduler_svc.core.workers.worker import Worker
 from shared.request_spec import Pooling
 
 
@@ -124,11 +125,11 @@ class Planner:
 
     def _run(self) -> None:
         worker = self._worker
-        worker.judge()
+        worker.trials.judge(in_flight=bool(worker.in_flight))
         if worker.in_flight and worker.in_flight[-1].solo is not None:
             self._note_obstacle(WaitReason.ALONE)
             return  # A trial step contains no other request, even after the suspect has left.
-        if (worker.trial is not None or worker.trial_due) and (worker.in_flight or self._try_suspect()):
+        if (worker.trials.running is not None or worker.trials.is_due) and (worker.in_flight or self._try_suspect()):
             self._note_obstacle(WaitReason.ALONE)
             return
         for choose in (victims_for_urgent, victim_for_tenant):
@@ -152,13 +153,13 @@ class Planner:
         copies = self._allocation.swap_outs or (self._copies is not None and self._copies.ins)
         if len(decodes) or self._chunks or copies or idle_leaves:
             self._outcome.plan = self._issue(decodes)
-        elif worker.trial_due and not worker.in_flight:
+        elif worker.trials.is_due and not worker.in_flight:
             self._try_suspect()
 
     def _try_suspect(self) -> bool:
         """Plan a step for a suspect alone; return False if no suspect can be tried."""
         decodes = self._schedule_trial()
-        if self._worker.trial is None:
+        if self._worker.trials.running is None:
             return False
         self._outcome.plan = self._issue(decodes)
         return True
@@ -166,19 +167,19 @@ class Planner:
     def _schedule_trial(self) -> IndexArray:
         """Continue the suspect request's trial, or admit the next suspect; return the step's decode rows."""
         worker, rows = self._worker, self._rows
-        worker.trial_due = False
+        worker.trials.is_due = False
         self._spend_decodes(NO_INDICES)
-        if worker.trial is None:
+        if worker.trials.running is None:
             admission = Admission(worker, self._backlog, self._placement, self._tenants, self._config, self._now)
             suspect = admission.next_suspect()
             if suspect is not None:
                 placed = self._place(*suspect)
                 self._outcome.admitted.append((suspect[0], placed))
                 self._add_chunk(placed.row)
-                worker.trial = Trial(suspect[0], placed.row, placed.generation)
+                worker.trials.begin(suspect[0], placed.row)
             self._close(admission)
             return NO_INDICES
-        row = worker.trial.row
+        row = worker.trials.running.row
         if rows.state[row] != DECODE:
             self._add_chunk(row)
             return NO_INDICES
@@ -189,7 +190,7 @@ class Planner:
             self._allocation.append(alone)
         if rows.length[row] <= rows.capacity[row]:
             return alone
-        worker.end_trial()
+        worker.trials.end()
         return NO_INDICES
 
     def _schedule_decodes(self) -> IndexArray:
@@ -495,7 +496,7 @@ class Planner:
             targets = np.concatenate((targets, taken[: len(host_blocks) - len(targets)]))
             self._swap_ins.append(self._worker.swap.back(host_blocks, targets))
             self._worker.release_swapped(request, last_step=self._worker.last_step + 1)
-        num_unusable = self._worker.num_unusable_tokens(request, num_computed)
+        num_unusable = self._worker.prefixes.num_unusable_tokens(request, num_computed)
         row = self._rows.occupy(
             request,
             limit=self._worker.limit_of(request),
@@ -513,14 +514,14 @@ class Planner:
             windows = self._worker.windows.open(
                 row, window_room, taken, num_shared=window_room.first, num_blocks=len(blocks)
             )
-            self._worker.want_boundaries(row, window_room.boundaries)
+            self._worker.publisher.want_boundaries(row, window_room.boundaries)
         checkpoint = None if room.swapped is None else room.swapped.state
         if self._worker.checkpoints is not None:
             if len(room.cached):
-                checkpoint = self._worker.restore_state(request, room.cached)
+                checkpoint = self._worker.prefixes.restore_state(request, room.cached, self._worker.last_step + 1)
                 if self._copies is not None and checkpoint >= self._worker.checkpoints.num_slots:
                     self._copies.state_restored()
-            self._worker.want_checkpoints(row, num_computed // self._rows.block_size)
+            self._worker.publisher.want_checkpoints(row, num_computed // self._rows.block_size)
         self._worker.prefilling.append(row)
         self._worker.capacity.is_growing = True
         self._worker.grammars.occupied(request.grammar_key)
@@ -609,7 +610,7 @@ class Planner:
                 chunk_rows=self._chunks.rows,
                 chunk_generations=rows.generation[chunk_rows],
                 chunk_lengths=self._chunks.lengths,
-                solo=worker.trial.request if worker.trial is not None else None,
+                solo=None if worker.trials.running is None else worker.trials.running.request,
                 copy_ids=[copy.copy_id for copy in swap_outs + swap_ins],
                 allowance=allowance,
             )

@@ -118,7 +118,7 @@ class StepChunks:
             self._charged[at] += cost
         self.cost += cost
         self.budget -= cost
-        self._worker.publish_blocks(row, computed + chunk + added)
+        self._worker.publisher.publish_blocks(row, computed + chunk + added)
         return cost
 
     def rest(self, row: int) -> int:

@@ -20,7 +20,8 @@ from scheduler_svc.core.planning.row_failures import FailedRequest
 from scheduler_svc.core.requests.request import Request, RequestState
 from scheduler_svc.core.workers.rows import FREE
 from scheduler_svc.core.workers.steady_rows import SteadyRows
-from scheduler_svc.core.workers.worker import StepInFlight, Worker
+from scheduler_svc.core.workers.steps_in_flight import StepInFlight
+from scheduler_svc.core.workers.worker import Worker
 
 _COMPILED = 4.0
 """A step of a worker that reports a compilation is not measured if it takes more than this many times its expected
@@ -128,7 +129,7 @@ def settle(worker: Worker, event: StepDone, now: float) -> Settled:
     if event.embeddings:
         _settle_embeddings(worker, event, settled)
     if record.prefilled and worker.pool.cache.partial is not None:
-        worker.prove_prefilled(np.intersect1d(record.prefilled, settled.rows))
+        worker.publisher.prove_prefilled(np.intersect1d(record.prefilled, settled.rows))
     if event.failures:
         # Count a row that fails in two ways at once as one failure.
         failures = {(failure.row, failure.generation): failure for failure in event.failures}
@@ -239,7 +240,7 @@ def _settle_rows(
         settled.stopped.append((request, int(tokens[position])))
     for row, generation, token in late:
         departure = worker.departed[row, generation]
-        worker.prove_departed(departure)
+        worker.publisher.prove_departed(departure)
         _settle_late(worker, departure.request, token, settled, now)
     return settled
 
@@ -298,7 +299,7 @@ def _settle_drafts(
     settled.ending = ending
     for row, generation, num_verified, own in late:
         departure = worker.departed[row, generation]
-        worker.prove_departed(departure)
+        worker.publisher.prove_departed(departure)
         request = departure.request
         request.drafted_tokens += num_verified
         request.accepted_tokens += len(own) - 1
@@ -349,7 +350,7 @@ def _check_embeddings(worker: Worker, record: StepInFlight, event: StepDone) -> 
 def _settle_embeddings(worker: Worker, event: StepDone, settled: Settled) -> None:
     for embedding in event.embeddings:
         departure = worker.departed[embedding.row, embedding.generation]
-        worker.prove_departed(departure)
+        worker.publisher.prove_departed(departure)
         if departure.request.state is not RequestState.FINISHED:
             settled.embedded.append((departure.request, embedding.values))
 

@@ -117,7 +117,7 @@ def judge(worker: Worker, failed: Sequence[FailedRequest], healthy: IndexArray) 
     for each, blocks in zip(nonfinite, reads, strict=True):
         if any_of(is_invalid[blocks]):
             verdict.again.append(each)
-        elif len(blocks) or (worker.has_boundaries and each.num_shared):
+        elif len(blocks) or (worker.prefixes.has_boundaries and each.num_shared):
             verdict.alone.append(each)
         else:
             verdict.ends.append(each)
@@ -160,7 +160,7 @@ def distrust_windows(worker: Worker, failed: Sequence[FailedRequest]) -> None:
     if not nonfinite:
         return
     parts = [each.window_blocks for each in nonfinite]
-    parts += [worker.windows.attached_to(worker.cached_blocks(each.request)) for each in nonfinite]
+    parts += [worker.windows.attached_to(worker.prefixes.cached_blocks(each.request)) for each in nonfinite]
     blocks = np.unique(np.concatenate(parts))
     worker.pool.distrust(blocks[worker.windows.is_attached(blocks)])
     worker.swap.drop_cached()

@@ -64,7 +64,7 @@ def save_states(
         if slot is not None:
             saves.append(StateSave(row, num_tokens, slot))
     for row in prefilling:
-        saves += (StateSave(row, *save) for save in worker.save_prompt(row, rows.num_computed(row)))
+        saves += (StateSave(row, *save) for save in worker.publisher.save_prompt(row, rows.num_computed(row)))
     _keep_replaced(worker, checkpoints.take_replaced())
     if not saves:
         return NO_SAVES

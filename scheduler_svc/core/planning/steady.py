@@ -8,7 +8,8 @@ from scheduler_svc.core.interface.arrays import NO_INDICES, NO_NUMBERS
 from scheduler_svc.core.interface.plan import Plan
 from scheduler_svc.core.planning.state_saves import kept_states, save_states
 from scheduler_svc.core.workers.cost_model import StepShape
-from scheduler_svc.core.workers.worker import StepInFlight, Worker
+from scheduler_svc.core.workers.steps_in_flight import StepInFlight
+from scheduler_svc.core.workers.worker import Worker
 
 
 def plan_steady(worker: Worker, step_deadline_s: float, now: float) -> Plan | None:
@@ -26,9 +27,9 @@ def plan_steady(worker: Worker, step_deadline_s: float, now: float) -> Plan | No
         or worker.prefilling
         or worker.pending_leaves
         or worker.speculation.max_drafts
-        or worker.trial is not None
-        or worker.suspended_trials
-        or worker.trial_due
+        or worker.trials.running is not None
+        or worker.trials.suspended
+        or worker.trials.is_due
         or worker.obstacle is not None
         or (in_flight and in_flight[-1].solo is not None)
     ):

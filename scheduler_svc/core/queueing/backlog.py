@@ -34,8 +34,9 @@ from scheduler_svc.core.queueing.shortest_first import ShortestFirst
 from scheduler_svc.core.queueing.tenants import Tenants
 from scheduler_svc.core.requests.accounts import Account
 from scheduler_svc.core.requests.request import Request
+from scheduler_svc.core.workers.cached_prefixes import Match
 from scheduler_svc.core.workers.kinds import Kinds, Scope
-from scheduler_svc.core.workers.worker import Match, Worker
+from scheduler_svc.core.workers.worker import Worker
 from shared.prefix_keys import BlockKey
 
 MAX_PREFIX_WAITS = 256
@@ -418,7 +419,7 @@ class Backlog:
                 self._compiled.setdefault(worker, {})[key] = None
         waited = self._prefixes.get(worker)
         for key in list(waited) if waited else ():
-            if not worker.is_awaited(key):
+            if not worker.prefixes.is_awaited(key):
                 self._prefix_advanced(worker, key, now)
 
     def recall(self, worker: Worker, now: float) -> list[Request]:
@@ -706,7 +707,7 @@ class Backlog:
         first = self._for_prefix.first((worker, key))
         if first is None:
             return
-        match = worker.match(first)
+        match = worker.prefixes.match(first)
         if waits_for_prefix(worker, first, match):
             self._for_prefix.rename((worker, key), (worker, match.next_key))
             self._prefixes[worker][match.next_key] = None
@@ -768,7 +769,7 @@ class _GrammarTurns:
 
 def waits_for_prefix(worker: Worker, request: Request, match: Match) -> bool:
     """Return whether a request waits for the block after its cached prefix, and count these waits."""
-    if match.swapped is not None or not worker.is_awaited(match.next_key):
+    if match.swapped is not None or not worker.prefixes.is_awaited(match.next_key):
         return False
     request.prefix_waits += 1
     return request.prefix_waits <= MAX_PREFIX_WAITS

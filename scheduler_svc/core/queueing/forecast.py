@@ -109,7 +109,7 @@ class Forecast:
             pace = self._pace(worker, now)
             num_cached = 0
             if worker.epoch in holders or pace.hash_block_size != block_size:
-                num_cached = worker.cached_tokens(request)
+                num_cached = worker.prefixes.cached_tokens(request)
             ahead = pace.backlog - num_cached
             if found is None or ahead < soonest:
                 found, soonest = worker, ahead
@@ -120,7 +120,7 @@ class Forecast:
     def uncached_tokens(self, request: Request) -> int:
         """Return the number of the request's tokens that no worker has cached."""
         likely = self._likely(self._holders(request))
-        return len(request.tokens) - max((worker.cached_tokens(request) for worker in likely), default=0)
+        return len(request.tokens) - max((worker.prefixes.cached_tokens(request) for worker in likely), default=0)
 
     def service_s(self, request: Request, uncached: int, num_outputs: float) -> float:
         """Return the time to compute the request's uncached tokens and to generate the rest of its output."""

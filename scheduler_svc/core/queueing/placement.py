@@ -25,7 +25,8 @@ from scheduler_svc.core.memory.swapping import SwappedKV
 from scheduler_svc.core.memory.window_blocks import WindowRoom
 from scheduler_svc.core.queueing.backlog import Backlog
 from scheduler_svc.core.requests.request import Request
-from scheduler_svc.core.workers.worker import Match, Worker
+from scheduler_svc.core.workers.cached_prefixes import Match
+from scheduler_svc.core.workers.worker import Worker
 from shared.prefix_keys import KEY_BYTES
 
 DECODE_COST = 512
@@ -106,7 +107,7 @@ def _find_windowed_room(
     num_present = len(match.blocks) + num_new
     longest = max(worst_blocks, num_present)
     first = match.num_blocks if match.swapped is None else windows.first_visible(match.swapped.num_tokens)
-    boundaries = worker.boundaries(request, match)
+    boundaries = worker.publisher.boundaries(request, match)
     for kept in (boundaries, ()) if boundaries else ((),):
         num_taken = windows.num_taken(first, num_present, kept)
         most_taken = windows.num_taken(first, longest, kept)
@@ -198,7 +199,7 @@ class Placement:
 
     def cost(self, worker: Worker, request: Request) -> int:
         """Return the tokens that a worker has to compute before it can finish the request's prompt."""
-        return _load(worker) + len(request.tokens) - worker.cached_tokens(request)
+        return _load(worker) + len(request.tokens) - worker.prefixes.cached_tokens(request)
 
     def better_than(self, worker: Worker, load: int, request: Request, num_cached: int) -> Worker | None:
         """Return another worker that has room for the request and would do less work for it, or None.
@@ -220,8 +221,8 @@ class Placement:
                 return home
         cost, chosen = load + num_tokens - num_cached, None
         for other in self._with_prefix(worker, request):
-            match = other.match(request)
-            other_cost = self._loads[other] + num_tokens - other.num_cached(match)
+            match = other.prefixes.match(request)
+            other_cost = self._loads[other] + num_tokens - other.prefixes.num_cached(match)
             if other_cost < cost and self._may_take(other, request) and _has_room(other, request, match):
                 cost, chosen = other_cost, other
         num_free_rows = self._num_free_rows - self._free_rows.get(worker, 0)
@@ -251,9 +252,10 @@ class Placement:
         """
         most, found = num_cached, worker
         for other in self._with_prefix(worker, request):
-            match = other.match(request)
-            if other.num_cached(match) > most and self._may_take(other, request) and _has_room(other, request, match):
-                most, found = other.num_cached(match), other
+            match = other.prefixes.match(request)
+            num_found = other.prefixes.num_cached(match)
+            if num_found > most and self._may_take(other, request) and _has_room(other, request, match):
+                most, found = num_found, other
         return found if 2 * most > len(request.tokens) else None
 
     def load(self, worker: Worker) -> int:
@@ -316,7 +318,7 @@ class Placement:
         """
         epochs: list[int] = [] if request.swapped is None else [request.swapped.epoch]
         for other in self._by_block_size.values():
-            epochs += self._directory.epochs(other.shareable_keys(request)[:KEY_BYTES])
+            epochs += self._directory.epochs(other.prefixes.shareable_keys(request)[:KEY_BYTES])
         own = None if worker is None else worker.epoch
         return [self._by_epoch[epoch] for epoch in epochs if epoch in self._by_epoch and epoch != own]
 

@@ -219,7 +219,7 @@ class Fleet:
         )
         if worker.swap.disk is not None:
             self.with_disk[worker.epoch] = worker
-        worker.adopt(hello.retained)
+        worker.publisher.adopt(hello.retained)
         was_drained = hello.worker_id in self._drained
         self._drained.pop(hello.worker_id, None)
         # A new process that reuses a drained worker's name replaces that worker and is not drained.
