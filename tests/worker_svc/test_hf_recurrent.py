@@ -1,11 +1,14 @@
 """Layers of `transformers` with recurrent state use the native kernels while a step is computed, and only then."""
 
+import logging
+from logging.handlers import BufferingHandler
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
+from transformers.utils import logging as transformers_logging
 
 from checks.driver import CPU, Driver, make_engine
 from kernels.native.library import Native, native_levels
@@ -34,6 +37,40 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 def oracle(checkpoint: Path) -> Oracle:
     """Return the reference for its tokens."""
     return Oracle(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "level", "functions"),
+    [
+        *(
+            (name, LEVELS.args[1][0], set())
+            for name in ("Lfm2ForCausalLM", "Qwen3NextForCausalLM", "Mamba2ForCausalLM")
+        ),
+        ("MambaForCausalLM", LEVELS.args[1][0], {"selective_scan_fn", "selective_state_update"}),
+        ("Qwen3NextForCausalLM", "off", {"causal_conv1d_fn", "chunk_gated_delta_rule"}),
+    ],
+)
+def test_only_functions_without_a_native_kernel_are_reported(
+    architecture: str, level: str, functions: set[str], tmp_path: Path
+) -> None:
+    """`transformers` warns about a function that runs in torch. Its trial at load does not count if steps do not."""
+    checkpoint = make_checkpoint(architecture, tmp_path)
+    logger = logging.getLogger("transformers.integrations.hub_kernels")
+    transformers_logging.warning_once.cache_clear()  # Each warning is logged once per process.
+    handler = BufferingHandler(1000)
+    logger.addHandler(handler)
+    try:
+        with cpu_kernels(level):
+            make_engine(checkpoint)
+        logger.warning_once("another warning")  # type: ignore[attr-defined]
+    finally:
+        logger.removeHandler(handler)
+
+    *warnings, last = [each.getMessage() for each in handler.buffer]
+    found = {warning.split("`")[1] for warning in warnings}
+    assert found >= functions
+    assert bool(found) == bool(functions)
+    assert last == "another warning"
 
 
 @LEVELS

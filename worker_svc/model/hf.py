@@ -9,6 +9,7 @@ would return wrong results is rejected with a one-line message.
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,9 +18,10 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, Pret
 from transformers.utils import logging as transformers_logging
 
 from kernels.native.serving import native
+from kernels.native.structures import FORMATS
 from shared.config import ConfigError
 from shared.logging import get_logger
-from worker_svc.model import families, hf_cache, hf_interface, hf_latent, hf_norms, hf_packed, hf_trial
+from worker_svc.model import families, hf_cache, hf_interface, hf_latent, hf_norms, hf_packed, hf_recurrent, hf_trial
 from worker_svc.model.config import decoder_config
 from worker_svc.model.decoder_config import text_config
 from worker_svc.model.hf_attention import PAGED
@@ -88,7 +90,10 @@ def load(
     # step. Use `vars`, because some configurations reject the assignment of None.
     vars(decoder.config)["pad_token_id"] = None
     hf_latent.prepare(decoder)
-    model = _choose(architecture, decoder, device, num_positions)
+    serving = native() if device.type == "cpu" else None
+    computes_natively = serving is not None and dtype in FORMATS
+    with hf_recurrent.without_torch_warnings(decoder) if computes_natively else nullcontext():
+        model = _choose(architecture, decoder, device, num_positions)
     if isinstance(model, hf_cache.CacheModel) and _has_windows(decoder.config):
         get_logger().info(
             f"KV behind sliding windows is kept: {architecture} runs through the cache interface; see with quire"
@@ -98,7 +103,6 @@ def load(
         hf_latent.pack(decoder)
     else:
         hf_latent.restore(decoder)
-    serving = native() if device.type == "cpu" else None
     if kernels is not None:
         hf_packed.quantise_layers(decoder, quantization, kernels)
         hf_latent.quantise(decoder)

@@ -11,8 +11,10 @@ the replacements can use it. Every other operation reads NaN or fails, which the
 """
 
 import inspect
+import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -42,16 +44,10 @@ class NativeLayers:
     """Context manager in which a decoder's layers with recurrent state use the native kernels."""
 
     def __init__(self, decoder: PreTrainedModel, kernels: Native) -> None:
-        modules = {type(module).__module__ for module in decoder.modules()}
-        self._replaced: list[tuple[ModuleType, str, _Function, _Function]] = []
-        for module in (sys.modules[name] for name in sorted(modules) if name.startswith("transformers.models.")):
-            for name, (make, parameters) in _REPLACEMENTS.items():
-                function = getattr(module, name, None)
-                if (
-                    function is not None
-                    and tuple(inspect.signature(function).parameters)[: len(parameters)] == parameters
-                ):
-                    self._replaced.append((module, name, function, make(function, kernels)))
+        self._replaced: list[tuple[ModuleType, str, _Function, _Function]] = [
+            (module, name, function, _REPLACEMENTS[name][0](function, kernels))
+            for module, name, function in _replaceable(decoder)
+        ]
         names = {name for _, name, _, _ in self._replaced}
         self.replaces_convolutions = "causal_conv1d_update" in names
         """Whether decode steps pass the states of convolutions to a replacement."""
@@ -65,6 +61,36 @@ class NativeLayers:
     def __exit__(self, *_: object) -> None:
         for module, name, function, _replacement in self._replaced:
             setattr(module, name, function)
+
+
+def _replaceable(decoder: PreTrainedModel) -> Iterator[tuple[ModuleType, str, _Function]]:
+    """Yield the functions that a decoder's layers call and that native kernels replace, with module and name."""
+    modules = {type(module).__module__ for module in decoder.modules()}
+    for module in (sys.modules[name] for name in sorted(modules) if name.startswith("transformers.models.")):
+        for name, (_, parameters) in _REPLACEMENTS.items():
+            function = getattr(module, name, None)
+            if function is not None and tuple(inspect.signature(function).parameters)[: len(parameters)] == parameters:
+                yield module, name, function
+
+
+@contextmanager
+def without_torch_warnings(decoder: PreTrainedModel) -> Iterator[None]:
+    """Suppress the warnings that functions run in torch, for functions that native kernels replace in each step.
+
+    `transformers` warns once per function, at the first call, that a package for GPUs is not installed. Only forward
+    passes outside of a step, such as those of the trial at load, make such calls.
+    """
+    suppressed = tuple({f"`{_PACKAGED[name]}` is falling back" for _, name, _ in _replaceable(decoder)})
+
+    def is_kept(record: logging.LogRecord) -> bool:
+        return not (suppressed and record.getMessage().startswith(suppressed))
+
+    logger = logging.getLogger(_WARNER)
+    logger.addFilter(is_kept)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_kept)
 
 
 def stand_in(states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -292,3 +318,14 @@ _REPLACEMENTS: dict[str, tuple[Callable[[_Function, Native], _Function], tuple[s
     "causal_conv1d_fn": (_token_convolution, _TOKENS),
 }
 """Functions of `transformers`, with what replaces them and the parameters that must come first."""
+_PACKAGED = {
+    "torch_recurrent_gated_delta_rule": "fused_recurrent_gated_delta_rule",
+    "torch_chunk_gated_delta_rule": "chunk_gated_delta_rule",
+    "mamba2_selective_state_update": "selective_state_update",
+    "mamba2_chunk_scan": "mamba_chunk_scan_combined",
+    "causal_conv1d_update": "causal_conv1d_update",
+    "causal_conv1d_fn": "causal_conv1d_fn",
+}
+"""The same functions, with the names that they have in packages for GPUs and in the warnings of `transformers`."""
+_WARNER = "transformers.integrations.hub_kernels"
+"""Logger of these warnings."""
