@@ -58,6 +58,8 @@ class _Slot:
     deaths: int = 0
     has_listened: bool = False
     """Whether the current child is a front end that listens."""
+    has_hung: bool = False
+    """Whether the supervisor has killed the current child, because it made no progress."""
     last_words: LastWords = field(default_factory=lambda: LastWords(""))
     """Output of the current child on stderr."""
     listening: "asyncio.Future[Addresses]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -124,7 +126,8 @@ class Supervisor:
 
     async def _keep(self, slot: _Slot) -> None:
         while not self._stopping.is_set():
-            slot.last_words, slot.has_listened = LastWords(f"quire {slot.spec.role.value}: "), False
+            slot.last_words = LastWords(f"quire {slot.spec.role.value}: ")
+            slot.has_listened = slot.has_hung = False
             started = time.monotonic()
             pulse_file = self._pulse_dir / f"{slot.spec.name}.pulse"
             watchdog = Watchdog(pulse_file, self._watchdog_s)
@@ -153,6 +156,7 @@ class Supervisor:
                 return ended.result()
             if watchdog.check() and not self._stopping.is_set():
                 _log().error("process hangs", process=slot.spec.name, after_s=self._watchdog_s)
+                slot.has_hung = True
                 child.kill()
 
     async def _after_death(self, slot: _Slot, exit_code: int, lived_s: float, *, has_served: bool) -> None:
@@ -162,17 +166,17 @@ class Supervisor:
             exit_code=exit_code, lived_s=lived_s, deaths=slot.deaths, was_ready=self.was_ready
         )
         how = how_it_ended(exit_code)
+        reason = why_it_ended(exit_code, slot.last_words.reason, has_hung=slot.has_hung)
         if isinstance(decision, GiveUp):
             if not self.failed.done():
-                why = slot.last_words.reason or "no error message"
-                self.failed.set_result(f"{slot.spec.name} ended ({how}): {why}")
+                self.failed.set_result(f"{slot.spec.name} ended ({how}): {reason or 'no error message'}")
             await self._stopping.wait()
             return
         _log().warning(
             "process died",
             process=slot.spec.name,
             how=how,
-            reason=slot.last_words.reason,
+            reason=reason,
             restart_in_s=decision.delay_s,
         )
         try:
@@ -211,3 +215,24 @@ def how_it_ended(exit_code: int) -> str:
         return f"exit code {exit_code}"
     names = {each.value: each.name for each in signal.Signals}  # Real-time signals have no names.
     return f"killed by {names.get(-exit_code, f'signal {-exit_code}')}"
+
+
+def why_it_ended(exit_code: int, last_words: str, *, has_hung: bool) -> str:
+    """Return the reason for the end of a process; empty if it is not known.
+
+    A process that a signal kills cannot say why, so what it wrote last is only added.
+
+    Args:
+        exit_code: exit code of the process, negative for a signal.
+        last_words: what the process wrote last, from `LastWords.reason`.
+        has_hung: whether the supervisor killed the process, because it made no progress.
+    """
+    if exit_code >= 0:
+        return last_words
+    if has_hung:
+        reason = "it made no progress, so quire serve killed it"
+    elif exit_code == -signal.SIGKILL:
+        reason = "killed by SIGKILL, possibly because memory ran out; see the kernel's log (dmesg)"
+    else:
+        reason = how_it_ended(exit_code)
+    return f"{reason}; its last line was: {last_words}" if last_words else reason

@@ -16,7 +16,7 @@ from quire_server.serve import lifeline
 from quire_server.serve.layout import ChildSpec, Role
 from quire_server.serve.output import LogForwarder
 from quire_server.serve.restarts import RestartPolicy
-from quire_server.serve.supervisor import Addresses, Supervisor, how_it_ended
+from quire_server.serve.supervisor import Addresses, Supervisor, how_it_ended, why_it_ended
 
 GRACE_S = {Role.FRONTEND: 10.0, Role.WORKER: 10.0, Role.SCHEDULER: 10.0}
 QUICK = RestartPolicy(first_delay_s=0.01, longest_delay_s=0.01)
@@ -159,7 +159,8 @@ def test_a_dead_child_is_started_again(tmp_path: Path, capfd: pytest.CaptureFixt
         assert len(starts(await lines(journal, 6))) == 5
 
     run(scenario)
-    assert "".join(capfd.readouterr()).count("process died") == 4
+    logged = "".join(capfd.readouterr())
+    assert logged.count("process died") == logged.count("killed by SIGKILL, possibly because memory ran out") == 4
 
 
 def test_a_child_that_cannot_start_is_the_services_failure(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -287,7 +288,8 @@ def test_a_process_that_hangs_is_started_again(tmp_path: Path, capfd: pytest.Cap
         await supervisor.stop()
 
     run(scenario)
-    assert "".join(capfd.readouterr()).count("process hangs") == 2
+    logged = "".join(capfd.readouterr())
+    assert logged.count("process hangs") == logged.count("it made no progress, so quire serve killed it") == 2
 
 
 def test_a_child_dies_with_its_supervisor() -> None:
@@ -363,3 +365,19 @@ def test_only_log_lines_are_held_back_by_their_level() -> None:
 def test_every_end_has_words(exit_code: int, words: str) -> None:
     """Signals without a name are reported by number, so that no child's exit stops the supervisor."""
     assert how_it_ended(exit_code) == words
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "has_hung", "reason"),
+    [
+        (1, False, "worker ready"),
+        (-signal.SIGKILL, False, "killed by SIGKILL, possibly because memory ran out; see the kernel's log (dmesg)"),
+        (-signal.SIGKILL, True, "it made no progress, so quire serve killed it"),
+        (-signal.SIGSEGV, False, "killed by SIGSEGV"),
+    ],
+)
+def test_the_reason_for_a_signal_is_not_the_last_line(exit_code: int, has_hung: bool, reason: str) -> None:
+    """A process that is killed cannot write why, so its last line follows as such."""
+    assert why_it_ended(exit_code, "", has_hung=has_hung) == (reason if exit_code < 0 else "")
+    words = why_it_ended(exit_code, "worker ready", has_hung=has_hung)
+    assert words == (f"{reason}; its last line was: worker ready" if exit_code < 0 else reason)
