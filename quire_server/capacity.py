@@ -12,7 +12,7 @@ from typing import NamedTuple
 from quire_server.gguf_header import GgufTensor
 from quire_server.model_sizes import INT4_GROUP, ModelSizes
 from shared.config import ConfigError
-from shared.kv_sizes import KV_TYPES, count_blocks, default_checkpoints, default_host_states, kv_bytes_per_token
+from shared.kv_sizes import KV_TYPES, count_blocks, default_checkpoints, default_host_states, kv_bytes_of_layer
 from worker_svc.interface.limits import Limits
 from worker_svc.memory.kv_groups import WINDOW_CHUNK, KVGroups, divide
 
@@ -92,14 +92,13 @@ def kv_groups(sizes: ModelSizes, serving: Serving) -> KVGroups | None:
     """Return the groups of layers on a worker that frees KV behind windows; None on others."""
     if not (serving.frees_windows and sizes.windows):
         return None
-    longest = serving.max_model_len or sizes.max_positions or 1 << 30
-    of_layer = serving.block_size * kv_bytes(replace(sizes, num_layers=1), serving.kv_type)
     groups = divide(
-        [""] * sizes.num_layers,
+        _layer_bytes(sizes, serving.kv_type),
         sizes.windows,
-        max_model_len=longest,
+        max_model_len=serving.max_model_len or sizes.max_positions or 1 << 30,
         chunk=WINDOW_CHUNK,
-        num_layer_blocks=serving.kv_cache_memory // of_layer,
+        block_size=serving.block_size,
+        memory=serving.kv_cache_memory,
     )
     return None if isinstance(groups, str) else groups
 
@@ -111,15 +110,16 @@ def kv_by_kind(sizes: ModelSizes, serving: Serving) -> dict[str, dict[str, int]]
     has its bytes.
     """
     groups = kv_groups(sizes, serving)
-    num_windowed = 0 if groups is None else sum(group > 0 for group in groups.groups)
-    num_full = sizes.num_layers - num_windowed
+    group_of = (0,) * sizes.num_layers if groups is None else groups.groups
+    of_layers = list(zip(group_of, map(sum, _layer_bytes(sizes, serving.kv_type)), strict=True))
+    full, windowed = [size for group, size in of_layers if not group], [size for group, size in of_layers if group]
 
-    def layers(count: int) -> dict[str, int]:
-        return {"layers": count, "bytes_per_token": kv_bytes(replace(sizes, num_layers=count), serving.kv_type)}
+    def layers(of_kind: list[int]) -> dict[str, int]:
+        return {"layers": len(of_kind), "bytes_per_token": sum(of_kind)}
 
-    kinds = {"latent" if sizes.rotary_dim else "full": layers(num_full)} if num_full else {}
+    kinds = {"latent" if sizes.rotary_dim else "full": layers(full)} if full else {}
     if groups is not None:
-        kinds["window"] = layers(num_windowed) | {"tokens": groups.window}
+        kinds["window"] = layers(windowed) | {"tokens": groups.window}
     if sizes.state_bytes:
         kinds["state"] = {"bytes": sizes.state_bytes}
     return kinds
@@ -128,17 +128,24 @@ def kv_by_kind(sizes: ModelSizes, serving: Serving) -> dict[str, dict[str, int]]
 def block_bytes(sizes: ModelSizes, serving: Serving) -> int:
     """Return the bytes of a block on one card: of all layers, or of one group."""
     groups = kv_groups(sizes, serving)
-    held = sizes if groups is None else replace(sizes, num_layers=groups.num_places)
-    return serving.block_size * kv_bytes(held, serving.kv_type, serving.tensor_parallel_size)
+    of_layers = _layer_bytes(sizes, serving.kv_type, serving.tensor_parallel_size)
+    if groups is None:
+        return serving.block_size * sum(map(sum, of_layers))
+    return serving.block_size * groups.num_places * sum(of_layers[groups.groups.index(0)])
 
 
 def kv_bytes(sizes: ModelSizes, kv_type: str, tensor_parallel_size: int = 1) -> int:
     """Return the size in bytes of one token's KV on one card."""
+    return sum(map(sum, _layer_bytes(sizes, kv_type, tensor_parallel_size)))
+
+
+def _layer_bytes(sizes: ModelSizes, kv_type: str, tensor_parallel_size: int = 1) -> list[tuple[int, int]]:
+    """Return the bytes of one token's keys and of its values in each layer on one card."""
     if sizes.kv_sizes:
-        return kv_bytes_per_token([(heads, (width, width)) for heads, width in sizes.kv_sizes], kv_type)
+        return [kv_bytes_of_layer(heads, (width, width), kv_type) for heads, width in sizes.kv_sizes]
     heads = _kv_heads_per_card(sizes, tensor_parallel_size)
     widths = (sizes.head_dim, sizes.rotary_dim or sizes.head_dim)
-    return kv_bytes_per_token([(heads, widths)] * sizes.num_layers, kv_type)
+    return [kv_bytes_of_layer(heads, widths, kv_type)] * sizes.num_layers
 
 
 def _kv_heads_per_card(sizes: ModelSizes, cards: int) -> int:

@@ -22,6 +22,7 @@ _FREES_WINDOWS = {
     "gemma2": 2,
     "gemma3_text": 6,
     "gemma3n_text": 5,
+    **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), 6),
     **dict.fromkeys(("gpt_oss", "cohere2", "olmo3", "exaone4", "granite_swa", "granitemoe_swa", "vaultgemma"), 0),
     **dict.fromkeys(("mistral", "ministral", "mixtral", "starcoder2", "phi3", "qwen2", "qwen3"), 0),
 }
@@ -175,10 +176,10 @@ def _kv_sizes(
         if text.get("attention_k_eq_v") and text.get("num_global_key_value_heads"):
             wide["num_key_value_heads"] = text["num_global_key_value_heads"]
         total = int(text["num_hidden_layers"])
-        types = text.get("layer_types") or [
-            "full_attention" if layer % 6 == 5 or layer == total - 1 else "sliding_attention" for layer in range(total)
-        ]
-        differing = {layer: wide for layer, kind in enumerate(types) if kind == "full_attention"}
+        is_full = _default_full_layers(total, 6, last=True)
+        if types := text.get("layer_types"):
+            is_full = [kind == "full_attention" for kind in types]
+        differing = {layer: wide for layer, full in enumerate(is_full) if full}
     found = tuple(
         (int(sizes.get("num_key_value_heads", num_kv_heads)), int(sizes.get("head_dim", head_dim)))
         for sizes in (differing.get(layer, {}) for layer in range(num_layers))
@@ -200,8 +201,16 @@ def _windows(text: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]
     elif model_type in _OPTIONAL_WINDOWS:
         is_full = [layer < int(text.get("max_window_layers", 28)) for layer in range(num_layers)]
     else:
-        is_full = [every > 0 and layer % every == every - 1 for layer in range(num_layers)]
+        total = int(text.get("num_hidden_layers", num_layers))
+        is_full = _default_full_layers(total, every, last=model_type in _WIDE_FULL_LAYERS)[:num_layers]
     return tuple(None if full else window for full in is_full)
+
+
+def _default_full_layers(num_layers: int, every: int, *, last: bool) -> list[bool]:
+    """Return whether each layer has no window: one in `every` layers or none if it is 0, and perhaps the last one."""
+    return [
+        (every > 0 and layer % every == every - 1) or (last and layer == num_layers - 1) for layer in range(num_layers)
+    ]
 
 
 def _stored(config: Mapping[str, Any]) -> str:

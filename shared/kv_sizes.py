@@ -71,8 +71,13 @@ def kv_bytes_per_token(layers: Iterable[tuple[int, tuple[int, int]]], kv_type: s
         layers: for each layer, the number of KV heads, and the numbers of elements per key and per value.
         kv_type: one of `KV_TYPES`.
     """
-    chosen = KV_TYPES[kv_type]
-    return sum(num_kv_heads * sum(map(chosen.vector_bytes, widths)) for num_kv_heads, widths in layers)
+    return sum(sum(kv_bytes_of_layer(*layer, kv_type)) for layer in layers)
+
+
+def kv_bytes_of_layer(num_kv_heads: int, widths: tuple[int, int], kv_type: str) -> tuple[int, int]:
+    """Return the sizes in bytes of a token's keys and of its values in one layer; see `kv_bytes_per_token`."""
+    keys, values = map(KV_TYPES[kv_type].vector_bytes, widths)
+    return num_kv_heads * keys, num_kv_heads * values
 
 
 def default_checkpoints(rows: int, state_bytes: int, memory: int, *, has_kv: bool) -> int:

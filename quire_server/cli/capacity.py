@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from quire_server.capacity import Agent, Concurrency, Memory, Serving
     from quire_server.gguf_header import GgufTensor
     from quire_server.model_sizes import ModelSizes
+    from worker_svc.memory.kv_groups import KVGroups
 
 EXAMPLES = """
   quire capacity --model ~/models/my-model --gpu-memory 80GB
@@ -304,6 +305,16 @@ def _sessions_text(agent: "Agent", on_device: int, with_host: int, with_disk: in
     return f"\n{turns}: {on_device:,} sessions at a time keep their KV{host}{disk}."
 
 
+def _layers_of_block(groups: "KVGroups") -> str:
+    """Return in words how many layers have their KV in one block."""
+    text = f"{groups.num_places} layer{'' if groups.num_places == 1 else 's'}"
+    if groups.layers_per_place > 1:
+        return f"{text} without a window, or {groups.num_places * groups.layers_per_place} with one"
+    if groups.groups_per_layer > 1:
+        return f"{text} without a window, or 1/{groups.groups_per_layer} of the tokens of as many with one"
+    return text
+
+
 def _page(
     sizes: "ModelSizes",
     serving: "Serving",
@@ -325,11 +336,17 @@ def _page(
         num_windowed = sum(group > 0 for group in groups.groups)
         lines.append(
             f"Windows        {num_windowed} of {sizes.num_layers} layers keep the newest {groups.window:,} tokens and a"
-            f" step; a block holds {groups.num_places} layer{'' if groups.num_places == 1 else 's'}"
+            f" step; a block holds {_layers_of_block(groups)}"
         )
-    elif kv_groups(sizes, dataclasses.replace(serving, frees_windows=options.kv_cache_memory is not None)):
-        setting = "--disk-cache-bytes" if disk_tokens else "a draft model"
-        lines.append(f"Windows        not freed with {setting}; all layers keep all tokens")
+    else:
+        on_cpu = dataclasses.replace(serving, frees_windows=options.kv_cache_memory is not None)
+        setting = ""
+        if kv_groups(sizes, on_cpu):
+            setting = "--disk-cache-bytes" if disk_tokens else "a draft model"
+        elif kv_groups(sizes, dataclasses.replace(on_cpu, kv_type="bfloat16")):
+            setting = f"--kv-cache-dtype {serving.kv_type}"
+        if setting:
+            lines.append(f"Windows        not freed with {setting}; all layers keep all tokens")
     if sizes.state_bytes:
         num_rows = f"{serving.max_rows} row{'' if serving.max_rows == 1 else 's'}"
         twice = " x 2" if serving.states_per_row == 2 else ""

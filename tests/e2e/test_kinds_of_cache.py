@@ -24,7 +24,7 @@ FEATURES = {
     "prefix_cache": ("radix", "hash"),
     "speculation": ("ngram", "off"),
 }
-WINDOWED = ("Gemma3ForCausalLM", "MistralForCausalLM")
+WINDOWED = ("Gemma3ForCausalLM", "Gemma4ForCausalLM", "MistralForCausalLM")
 """Models of which a worker frees the KV behind windows, with own code in the case of Mistral."""
 COUNT = 40
 CASES = [pytest.param(case, id="-".join(case.values())) for case in covering(FEATURES)]

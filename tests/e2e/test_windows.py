@@ -17,6 +17,7 @@ from measure.testbed.checkpoints import make_checkpoint
 from measure.testbed.service import Served, serve
 from quire import AsyncClient
 from tests.e2e.load import Answer, draw_prompts, generate, generate_all, kv_memory
+from tests.gemma_4 import GEMMA_4
 
 WINDOW = 64
 BLOCK_SIZE = 16
@@ -28,8 +29,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
     "MistralForCausalLM": {"num_hidden_layers": 3},
+    "E2B": GEMMA_4["E2B"],
+    "26B-A4B": GEMMA_4["26B-A4B"],
 }
-"""Fields of the configurations, by class. Own code runs the last two; the last one has a window in every layer."""
+"""Fields of the configurations, by class or by Gemma 4.
+
+Own code runs Ministral and Mistral. Mistral has a window in every layer.
+"""
 MODELS = pytest.mark.parametrize("model", CONFIGS)
 
 
@@ -49,8 +55,9 @@ def _serve(checkpoint: Path, num_blocks: int, *flags: str) -> AbstractContextMan
 
 
 def _make(model: str, folder: Path) -> Path:
+    architecture = "Gemma4ForCausalLM" if model in GEMMA_4 else model
     return make_checkpoint(
-        model, folder, sliding_window=WINDOW, max_position_embeddings=2048, std=0.1, **CONFIGS[model]
+        architecture, folder, sliding_window=WINDOW, max_position_embeddings=2048, std=0.1, **CONFIGS[model]
     )
 
 
@@ -62,6 +69,7 @@ def _check(oracle: Oracle, answers: list[Answer]) -> None:
     assert tally.near_ties * 500 < tally.tokens, tally
 
 
+@pytest.mark.drawn(4)
 @MODELS
 def test_shared_prefixes_and_drafts(model: str, tmp_path: Path) -> None:
     """Prompts in chunks, forks, choices, next turns and drafts have the reference's tokens, and reuse cached KV."""
@@ -107,6 +115,7 @@ NEW_TOKENS, OUTPUT_TOKENS = 100, 20
 """Per turn. A session grows to 360 tokens."""
 
 
+@pytest.mark.drawn(4)
 @MODELS
 def test_sessions_return_from_host_memory(model: str, tmp_path: Path) -> None:
     """Turns of more sessions than fit on the device continue from host memory, with the reference's tokens."""

@@ -16,9 +16,7 @@ from scheduler_svc.core.memory.window_blocks import WindowBlocks, WindowRoom, Wi
 from shared.prefix_keys import KEY_BYTES
 from tests.scheduler_svc.cluster import Cluster
 from worker_svc.memory.kv_groups import WINDOW_CHUNK, KVGroups, divide
-from worker_svc.model.base import KVShape
 
-SHAPE = KVShape(1, 64)
 SIZES = WindowSizes(block_size=4, window=9, num_tables=2, max_step=8)
 
 
@@ -55,29 +53,48 @@ def _cached(cluster: Cluster, stream: int, prompt: list[int], max_tokens: int = 
     return admissions[0].num_computed_tokens
 
 
+EQUAL = (1, 1)
 MODELS = pytest.mark.parametrize(
-    ("what", "windows", "bound"),
+    ("what", "windows", "sizes", "bound"),
     [
-        ("Gemma-3 1B", ([512] * 5 + [None]) * 4 + [512] * 2, 1.1),
-        ("Gemma-3 4B", ([1024] * 5 + [None]) * 5 + [1024] * 4, 1.1),
-        ("Gemma-3 12B", ([1024] * 5 + [None]) * 8, 1.1),
-        ("Gemma-3 27B", ([1024] * 5 + [None]) * 10 + [1024] * 2, 1.1),
-        ("gpt-oss-20b", [128, None] * 12, 1.1),
-        ("gpt-oss-120b", [128, None] * 18, 1.1),
-        ("a Ministral", [None, 4096, 4096, 4096] * 9, 1.1),
+        ("Gemma-3 1B", ([512] * 5 + [None]) * 4 + [512] * 2, EQUAL, 1.1),
+        ("Gemma-3 4B", ([1024] * 5 + [None]) * 5 + [1024] * 4, EQUAL, 1.1),
+        ("Gemma-3 12B", ([1024] * 5 + [None]) * 8, EQUAL, 1.1),
+        ("Gemma-3 27B", ([1024] * 5 + [None]) * 10 + [1024] * 2, EQUAL, 1.1),
+        # Only the layers with KV of their own: the first 15 of 35, and the first 24 of 42.
+        ("Gemma 4 E2B", ([512] * 4 + [None]) * 3, (512, 256), 1.1),
+        ("Gemma 4 E4B", ([512] * 5 + [None]) * 4, (2 * 512, 2 * 256), 1.1),
+        ("Gemma 4 26B-A4B", ([1024] * 5 + [None]) * 5, (2 * 512, 8 * 256), 1.1),
+        ("Gemma 4 31B", ([1024] * 5 + [None]) * 10, (4 * 512, 16 * 256), 1.1),
+        ("gpt-oss-20b", [128, None] * 12, EQUAL, 1.1),
+        ("gpt-oss-120b", [128, None] * 18, EQUAL, 1.1),
+        ("a Ministral", [None, 4096, 4096, 4096] * 9, EQUAL, 1.1),
         # The first layer has a window too, but keeps the KV of all tokens.
-        ("Mistral 7B v0.1", [4096] * 32, 1.32),
-        ("StarCoder2 15B", [4096] * 40, 1.28),
+        ("Mistral 7B v0.1", [4096] * 32, EQUAL, 1.32),
+        ("StarCoder2 15B", [4096] * 40, EQUAL, 1.28),
     ],
 )
+"""Models with the windows of their layers. Sizes are the elements per key of layers without and with a window."""
+
+
+def _groups(windows: list[int | None], sizes: tuple[int, int], max_model_len: int) -> tuple[KVGroups, list[int], int]:
+    """Return a model's KV groups, the KV bytes per token of each layer, and those of a block's places together."""
+    of_layers = [2 * sizes[window is not None] for window in windows]
+    groups = divide(
+        *([(each // 2, each // 2) for each in of_layers], windows),
+        max_model_len=max_model_len, chunk=WINDOW_CHUNK, block_size=16,
+    )  # fmt: skip
+    assert not isinstance(groups, str)
+    return groups, of_layers, groups.num_places * of_layers[groups.groups.index(0)]
 
 
 @MODELS
-def test_a_long_row_holds_little_more_than_its_windows_need(what: str, windows: list[int | None], bound: float) -> None:
+def test_a_long_row_holds_little_more_than_its_windows_need(
+    what: str, windows: list[int | None], sizes: tuple[int, int], bound: float
+) -> None:
     """In decode at 32,768 tokens, a row holds at most `bound` times the KV that its layers need, in whole blocks."""
     block_size, num_prompt, num_outputs = 16, 31_000, 1_768
-    groups = divide([SHAPE] * len(windows), windows, max_model_len=65_536, chunk=WINDOW_CHUNK)
-    assert not isinstance(groups, str)
+    groups, of_layers, of_block = _groups(windows, sizes, max_model_len=65_536)
     model = ModelWorker(
         b"w/1", 30_000, block_size, 4, max_tokens_per_step=8_192, max_model_len=65_536,
         num_kv_groups=groups.num_groups, window=groups.window, window_chunk=WINDOW_CHUNK,
@@ -95,24 +112,25 @@ def test_a_long_row_holds_little_more_than_its_windows_need(what: str, windows: 
         core.handle(_done(plan, rows), cluster.now)
     (worker,) = core.stats().workers
 
-    held = worker.blocks_held * groups.num_places * block_size
-    needed = sum(num_tokens if window is None else window for window in windows)
+    held = worker.blocks_held * of_block * block_size
+    needed = sum(size * (window or num_tokens) for size, window in zip(of_layers, windows, strict=True))
     assert needed < held <= bound * needed, f"{what}: {held / needed:.3f}"
 
 
 @MODELS
-def test_as_many_short_requests_run_as_without_groups(what: str, windows: list[int | None], bound: float) -> None:
+def test_as_many_short_requests_run_as_without_groups(
+    what: str, windows: list[int | None], sizes: tuple[int, int], bound: float
+) -> None:
     """Requests that may become long, but are short, need the memory of unused places in blocks at most."""
-    groups = divide([SHAPE] * len(windows), windows, max_model_len=32_768, chunk=WINDOW_CHUNK)
-    assert not isinstance(groups, str)
+    groups, of_layers, of_block = _groups(windows, sizes, max_model_len=32_768)
     num_whole = 70
-    num_blocks = num_whole * len(windows) // groups.num_places
+    num_blocks = num_whole * sum(of_layers) // of_block
 
     most = _most_rows(num_blocks, groups)
     expected = _most_rows(num_whole, None)
-    num_places = groups.num_groups * groups.num_places
     assert 8 < expected < 64
-    assert most >= expected * len(windows) // num_places, f"{what}: {most} instead of {expected}"
+    of_position = groups.num_groups * of_block
+    assert most >= expected * sum(of_layers) // of_position, f"{what}: {most} instead of {expected}"
 
 
 def _most_rows(num_blocks: int, groups: KVGroups | None) -> int:

@@ -17,6 +17,7 @@ from quire_server.cli.main import main
 from quire_server.model_sizes import sizes_from_config
 from shared.config import ConfigError, WorkerConfig
 from shared.model_path import resolve_model
+from tests.gemma_4 import GEMMA_4
 from worker_svc.memory.kv_pool import block_bytes
 from worker_svc.model.loader import load_model
 from worker_svc.ranks.group import Group
@@ -45,6 +46,9 @@ def predicted_memory(
         ("Gemma3ForCausalLM", {"dtype": "bfloat16"}),
         ("Gemma3nForCausalLM", {}),
         ("Gemma4ForCausalLM", {"kv_cache_dtype": "int8"}),
+        ("E2B", {"dtype": "bfloat16"}),
+        ("26B-A4B", {}),
+        ("31B", {"max_model_len": 600}),
         ("MistralForCausalLM", {"dtype": "bfloat16"}),
         ("MistralForCausalLM", {"kv_cache_dtype": "int8", "max_model_len": 600}),
         ("GPT2LMHeadModel", {}),
@@ -54,7 +58,12 @@ def predicted_memory(
 )
 def test_the_formulas_are_what_a_worker_allocates(model: str, settings: dict[str, Any], tmp_path: Path) -> None:
     """Blocks are equal, and bytes of weights and KV cache are within 3 %, for each kind of weights and KV."""
-    folder = resolve_model("demo", weights=True) if model == "demo" else make_checkpoint(model, tmp_path / "model")
+    if model == "demo":
+        folder = resolve_model("demo", weights=True)
+    elif model in GEMMA_4:
+        folder = make_checkpoint("Gemma4ForCausalLM", tmp_path / "model", **GEMMA_4[model])
+    else:
+        folder = make_checkpoint(model, tmp_path / "model")
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
 
     predicted = predicted_memory(tmp_path, folder, "--context=64", "--output=8", *flags)
@@ -125,6 +134,28 @@ def test_windows_count_with_their_newest_tokens(tmp_path: Path, capsys: pytest.C
         assert line in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("name", "flags", "line"),
+    [
+        (
+            "E2B",
+            (),
+            "4 of 5 layers keep the newest 16 tokens and a step; a block holds 1 layer without a window, or 2 with",
+        ),
+        ("26B-A4B", (), "a block holds 1 layer without a window, or 1/2 of the tokens of as many with one"),
+        ("31B", ("--kv-cache-dtype=int8",), "not freed with --kv-cache-dtype int8; all layers keep all tokens"),
+    ],
+)
+def test_the_page_says_how_layers_of_two_sizes_are_kept(
+    name: str, flags: tuple[str, ...], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """If layers with a window have another size, the text has the layers of a block, or why windows are not freed."""
+    folder = make_checkpoint("Gemma4ForCausalLM", tmp_path / "model", **GEMMA_4[name])
+
+    assert main(["capacity", f"--model={folder}", "--kv-cache-memory=6MiB", "--context=64", "--output=8", *flags]) == 0
+    assert line in capsys.readouterr().out
+
+
 _OPTIONAL = {"sliding_window": 16, "num_hidden_layers": 4}
 
 
@@ -141,6 +172,8 @@ _OPTIONAL = {"sliding_window": 16, "num_hidden_layers": 4}
         ("Qwen3ForCausalLM", _OPTIONAL | {"use_sliding_window": True, "max_window_layers": 3}, ()),
         ("Qwen3ForCausalLM", _OPTIONAL | {"use_sliding_window": False}, ("layer_types",)),
         ("Gemma2ForCausalLM", {}, ()),
+        *(("Gemma4ForCausalLM", fields, ()) for fields in GEMMA_4.values()),
+        ("Gemma4ForCausalLM", {"num_hidden_layers": 8, "layer_types": None}, ("layer_types",)),
     ],
 )
 def test_windows_are_those_of_the_model(
@@ -153,7 +186,10 @@ def test_windows_are_those_of_the_model(
     file.write_text(json.dumps(config))
     loaded, _ = load_model(WorkerConfig(model=str(folder), device="cpu"), CPU)
 
-    assert (sizes_from_config(config).windows or (None,) * len(loaded.windows)) == loaded.windows
+    sizes = sizes_from_config(config)
+    assert (sizes.windows or (None,) * len(loaded.windows)) == loaded.windows
+    shapes = [(shape.num_kv_heads, shape.head_dim) for shape in loaded.kv_shapes]
+    assert list(sizes.kv_sizes or [(sizes.num_kv_heads, sizes.head_dim)] * sizes.num_layers) == shapes
 
 
 @pytest.mark.parametrize(("speculation", "checkpoints"), [("off", -1), ("ngram", -1), ("off", 5)])

@@ -20,7 +20,7 @@ from worker_svc.execution.profiling import run_captured_step, run_largest_step
 from worker_svc.execution.step_sizes import default_rows, default_tokens, gpu_of, largest_captured
 from worker_svc.interface.limits import Limits
 from worker_svc.memory.kv_groups import WINDOW_CHUNK, KVGroups, divide
-from worker_svc.memory.kv_pool import allocate, block_bytes, cuda_memory_for_kv
+from worker_svc.memory.kv_pool import allocate, block_bytes, cuda_memory_for_kv, layer_bytes
 from worker_svc.model.base import KVCache, Model
 from worker_svc.model.loader import ModelDescription
 from worker_svc.model.recurrent import StateCounts
@@ -91,18 +91,20 @@ def build_engine(
         graphs = _graphs(limits, most, model, draft_model)
     setting = "kv_cache_memory" if device.type == "cpu" else "gpu_memory_utilization"
     memory = _memory_for_kv(config, model, limits, description.kv_dtype, device, graphs)
-    of_layer = block_bytes(model.kv_shapes[:1], limits.block_size, description.kv_dtype)
-    (num_layer_blocks,) = group.least((memory // of_layer if of_layer else 0,))
-    kv_groups = _kv_groups(config, model, limits, accelerator, num_layer_blocks, has_drafter=draft_model is not None)
+    (shared_memory,) = group.least((memory,))
+    kv_groups = _kv_groups(
+        *(config, model, limits, accelerator, shared_memory, description.kv_dtype), has_drafter=draft_model is not None
+    )
     num_others = 0
     if kv_groups is not None:
         get_logger().info(
             "KV behind sliding windows is freed",
             window=kv_groups.window,
             kv_groups=kv_groups.num_groups,
-            layers_per_block=kv_groups.num_places,
+            places_per_block=kv_groups.num_places,
+            layers_per_place=kv_groups.layers_per_place,
         )
-        kv_shapes = kv_shapes[: kv_groups.num_places]
+        kv_shapes = (model.kv_shapes[kv_groups.groups.index(0)],) * kv_groups.num_places
         limits = dataclasses.replace(
             limits, num_kv_groups=kv_groups.num_groups, window=kv_groups.window, window_chunk=WINDOW_CHUNK
         )
@@ -176,32 +178,40 @@ def _kv_groups(
     model: Model,
     limits: Limits,
     accelerator: Accelerator | None,
-    num_layer_blocks: int,
+    memory: int,
+    kv_dtype: torch.dtype,
     *,
     has_drafter: bool,
 ) -> KVGroups | None:
     """Return the groups of layers, or None for one group. Log why a model with windows has one group.
 
     Blocks of several groups are not written to disk. They have no room for the KV of a draft model, whose layers have
-    other sizes. Graphs have the tables of one group.
+    other sizes. Graphs have the tables of one group. If layers differ in size, the scales of a quantised cache may
+    prevent that one size is a multiple of the other.
 
     Args:
         config: the worker's configuration.
         model: the loaded model.
         limits: the worker's limits.
         accelerator: the accelerator of `build_engine`.
-        num_layer_blocks: see `divide`.
+        memory: bytes for KV.
+        kv_dtype: type of the KV cache, as in `kernels.kv_quantised`.
         has_drafter: whether the worker has a draft model.
     """
     if model.state_bytes:
         return None
-    groups = divide(
-        model.kv_shapes,
-        model.windows,
-        max_model_len=limits.max_model_len,
-        chunk=WINDOW_CHUNK,
-        num_layer_blocks=num_layer_blocks,
-    )
+
+    def divided(dtype: torch.dtype) -> KVGroups | str:
+        return divide(
+            layer_bytes(model.kv_shapes, dtype),
+            model.windows,
+            max_model_len=limits.max_model_len,
+            chunk=WINDOW_CHUNK,
+            block_size=limits.block_size,
+            memory=memory,
+        )
+
+    groups = divided(kv_dtype)
     preventing = {
         "disk_cache": bool(config.disk_cache),
         "draft_model": has_drafter,
@@ -210,6 +220,8 @@ def _kv_groups(
     settings = " and ".join(name for name, is_used in preventing.items() if is_used)
     if isinstance(groups, str):
         reason = groups and f"{groups}; see with quire capacity how many requests fit"
+        if not isinstance(divided(torch.bfloat16), str):
+            reason = f"not supported with kv_cache_dtype {config.kv_cache_dtype}; to free it, use auto"
     else:
         reason = settings and f"not supported with {settings}; to free it, turn off {settings}"
     if reason:

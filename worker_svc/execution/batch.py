@@ -21,6 +21,8 @@ from worker_svc.device.upload import upload
 from worker_svc.execution.decode_graphs import DecodeLanes
 from worker_svc.interface.arrays import NO_ROWS, Int32Array, IntArray
 from worker_svc.interface.errors import PlanError
+from worker_svc.memory.kv_groups import KVGroups
+from worker_svc.memory.kv_views import window_slots, window_tables
 from worker_svc.model.base import AttentionInputs
 from worker_svc.model.recurrent import StateSave
 from worker_svc.outputs.pooling import PooledPart
@@ -110,7 +112,7 @@ class BatchBuilder:
         table: RowTable,
         device: torch.device,
         lanes: DecodeLanes | None = None,
-        groups: tuple[int, ...] = (),
+        groups: KVGroups | None = None,
     ) -> None:
         """Create a builder.
 
@@ -118,9 +120,10 @@ class BatchBuilder:
             table: the rows.
             device: device of the batches.
             lanes: lanes of captured graphs, if any.
-            groups: KV group of each layer; empty if there is one group.
+            groups: the KV groups; None if there is one.
         """
         self._groups = groups
+        self._table_numbers = () if groups is None else groups.table_numbers
         self._table = table
         self._device = device
         self._lanes = lanes
@@ -213,7 +216,7 @@ class BatchBuilder:
                 context_lens=context_lens,
                 max_query_len=1,
                 rows=rows,
-                groups=self._groups,
+                table_numbers=self._table_numbers,
                 windowed=self._windowed(rows, positions, self._rows_on_device, int(ends.max())),
             ),
             logits_index=None,
@@ -396,7 +399,7 @@ class BatchBuilder:
             rows=rows,
             saves=saves,
             drafting=drafting,
-            groups=self._groups,
+            table_numbers=self._table_numbers,
             windowed=windowed(rows_on_device, int(ends.max())),
         )
 
@@ -467,13 +470,14 @@ class BatchBuilder:
         self, token_rows: IntArray, positions: IntArray, rows: torch.Tensor, longest: int
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return `AttentionInputs.windowed` for tokens at these positions of their rows."""
-        if not self._groups:
+        if self._groups is None:
             return None
         tables = self._table.tables
         index, offset = np.divmod(positions, self._block_size)
-        slots = tables.window_blocks_at(token_rows, index) * self._block_size + offset
+        slots = window_slots(self._groups, tables.window_blocks_at(token_rows, index), offset, self._block_size)
         num_blocks = -(-longest // self._block_size)
-        return upload(slots, self._device), tables.device_window_tables[:, :, :num_blocks].index_select(1, rows)
+        of_rows = tables.device_window_tables[:, :, :num_blocks].index_select(1, rows)
+        return upload(slots, self._device), window_tables(self._groups, of_rows)
 
     def _upload(self, arrays: tuple[IntArray | Int32Array, ...], dtype: npt.DTypeLike) -> tuple[torch.Tensor, ...]:
         """Upload the arrays with one copy."""

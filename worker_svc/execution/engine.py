@@ -42,6 +42,7 @@ from worker_svc.interface.result import FailureKind, RowFailure, StepResult, Ste
 from worker_svc.memory.block_copies import make_copies
 from worker_svc.memory.disk_tier import HostBytes
 from worker_svc.memory.kv_groups import KVGroups
+from worker_svc.memory.kv_views import layer_caches
 from worker_svc.memory.swap import Copies, HostPool
 from worker_svc.model.base import KVCache, Model
 from worker_svc.model.recurrent import RowStates, StateSave
@@ -110,7 +111,8 @@ class Engine:
 
         Args:
             model: the decoder.
-            caches: KV blocks for `model`, as a pair of tensors per layer; those for a draft model follow.
+            caches: KV blocks for `model`, as a pair of tensors per layer, or per place of `kv_groups`. Those for a
+                draft model follow.
             limits: the worker's limits.
             device: the device of `model` and `caches`.
             tracer: creates the spans of steps and rows.
@@ -122,7 +124,7 @@ class Engine:
                 copied and swapped like those of `model`; None if the worker does not speculate.
             group: the ranks that share the model; None if this process has the whole model.
             worker_id: name of the worker in spans.
-            kv_groups: the groups of layers, whose layers share the `caches`; None with one group.
+            kv_groups: the groups of layers, which share the `caches`; None with one group.
         """
         self._accelerator = accelerator
         state = None
@@ -131,7 +133,7 @@ class Engine:
             state = DeviceState(accelerator, RowTable.state_words(limits) + lane_words)
         self._model = model
         self._caches = (
-            caches[: len(model.kv_shapes)] if kv_groups is None else [caches[place] for place in kv_groups.places]
+            caches[: len(model.kv_shapes)] if kv_groups is None else layer_caches(caches, model.kv_shapes, kv_groups)
         )
         self._pool = BlockPool([tensor for pair in caches for tensor in pair], device)
         self._host_pool = HostPool(caches, limits.num_host_blocks, accelerator)
@@ -157,7 +159,7 @@ class Engine:
             else:
                 lanes = None
         self._proposer = None if make_proposer is None else make_proposer(self._rows, caches[len(model.kv_shapes) :])
-        self._batches = BatchBuilder(self._rows, device, lanes, () if kv_groups is None else kv_groups.groups)
+        self._batches = BatchBuilder(self._rows, device, lanes, kv_groups)
         split = SplitLogits(group, limits.vocab_size) if group is not None and group.size > 1 else None
         self._sampler = Sampler(self._rows, device, accelerator, split)
         self._executor = make_executor(accelerator)

@@ -11,7 +11,7 @@ import torch
 from kernels.kv_quantised import DTYPES, cached_size
 from kernels.linear import advise_huge_pages
 from shared.config import ConfigError
-from shared.kv_sizes import kv_bytes_per_token
+from shared.kv_sizes import kv_bytes_of_layer
 from worker_svc.model.base import KVCache, KVShape
 
 _GRAPH_BYTES = 2 << 20
@@ -20,9 +20,14 @@ _GRAPH_BYTES = 2 << 20
 
 def block_bytes(shapes: Sequence[KVShape], block_size: int, dtype: torch.dtype) -> int:
     """Return one block's bytes over all layers; `dtype` as in `kernels.kv_quantised`."""
+    return block_size * sum(map(sum, layer_bytes(shapes, dtype)))
+
+
+def layer_bytes(shapes: Sequence[KVShape], dtype: torch.dtype) -> list[tuple[int, int]]:
+    """Return the bytes of a token's keys and of its values in each layer; `dtype` as in `kernels.kv_quantised`."""
     quantised = {chosen: name for name, chosen in DTYPES.items()}
     kv_type = quantised.get(dtype) or str(dtype).removeprefix("torch.")
-    return block_size * kv_bytes_per_token(((shape.num_kv_heads, shape.widths) for shape in shapes), kv_type)
+    return [kv_bytes_of_layer(shape.num_kv_heads, shape.widths, kv_type) for shape in shapes]
 
 
 def allocate(

@@ -67,19 +67,20 @@ class AttentionInputs:
     """Recurrent states to save within the step."""
     drafting: tuple[int, ...] = ()
     """Rows with drafts, whose recurrent states are copied before the step."""
-    groups: tuple[int, ...] = ()
-    """KV group of each layer; empty if all layers use the tables above."""
+    table_numbers: tuple[int, ...] = ()
+    """Number of each layer's slot mapping and block table: 0 for those above; empty if all layers use these."""
     windowed: tuple[torch.Tensor, torch.Tensor] | None = None
-    """Slot mappings `[groups - 1, T] int64` and block tables `[groups - 1, R, max_blocks] int32` of the KV groups after
-    the first; None with one group. Entries of tables in front of the window are not valid.
+    """Slot mappings `[n, T] int64` and block tables `[n, R, max_blocks] int32` with the numbers from 1 on.
+
+    None with one KV group. Entries of tables in front of the window are not valid.
     """
 
     def places(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the slot mapping and the block tables of a layer."""
-        if self.windowed is None or not (group := self.groups[layer]):
+        if self.windowed is None or not (number := self.table_numbers[layer]):
             return self.slot_mapping, self.block_tables
         slots, tables = self.windowed
-        return slots[group - 1], tables[group - 1]
+        return slots[number - 1], tables[number - 1]
 
     def schedule(self, sliding_window: int | None, num_kv_heads: int) -> DecodeSchedule | None:
         """Return the split of decode rows' keys among GPU programs, for all layers with these parameters.

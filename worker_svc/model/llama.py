@@ -177,7 +177,7 @@ class LlamaModel:
                 caches,
                 kept_index,
                 num_logits=num_logits,
-                groups=attention.groups,
+                groups=attention.table_numbers,
                 windowed=attention.windowed,
             )
         hidden = self._hidden(input_ids, positions, attention, caches, kept_index)
