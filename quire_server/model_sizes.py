@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quire_server.gguf_header import GgufTensor
@@ -10,6 +10,36 @@ from shared.config import ConfigError
 
 _FAMILIES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
 """Values of `model_type` whose weights `capacity.weights_bytes` counts."""
+_FIELDS = (
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size"),
+    *("intermediate_size", "vocab_size", "max_position_embeddings", "sliding_window", "tie_word_embeddings"),
+)
+_CLASS_DEFAULTS = {
+    "llama": (32, 32, None, None, 4096, 11008, 32000, 2048, None, False),
+    "mistral": (32, 32, 8, None, 4096, 14336, 32000, 131072, 4096, False),
+    "ministral": (32, 32, 8, None, 4096, 14336, 32000, 131072, 4096, False),
+    "mixtral": (32, 32, 8, None, 4096, 14336, 32000, 131072, None, False),
+    "qwen2": (32, 32, 32, None, 4096, 22016, 151936, 32768, 4096, False),
+    "qwen3": (32, 32, 32, 128, 4096, 22016, 151936, 32768, 4096, False),
+    "gpt_oss": (36, 64, 8, 64, 2880, 2880, 201088, 131072, 128, False),
+    "gemma2": (26, 8, 4, 256, 2304, 9216, 256000, 8192, 4096, True),
+    "gemma3_text": (26, 8, 4, 256, 2304, 9216, 262208, 131072, 4096, True),
+    "vaultgemma": (26, 8, 4, 256, 2304, 9216, 256000, 8192, 4096, True),
+    "cohere2": (40, 64, None, 128, 8192, 22528, 256000, 8192, 4096, True),
+    "olmo3": (32, 32, None, None, 4096, 11008, 50304, 2048, 4096, False),
+    "exaone4": (32, 32, 32, None, 4096, 16384, 102400, 2048, 4096, False),
+    "starcoder2": (30, 24, 2, None, 3072, 12288, 49152, 4096, None, True),
+    "phi3": (32, 32, None, None, 3072, 8192, 32064, 4096, None, False),
+}
+"""Values of `_FIELDS` that a class in `transformers` uses if config.json lacks them, by `model_type`.
+
+Files of multimodal models lack most of them.
+"""
+_DENSE = {"gemma2": (4, 0), "gemma3_text": (4, 2), "phi3": (2, 0)}
+"""Values of `model_type` whose weights are counted from config.json as for dense decoders without biases.
+
+The numbers are the norms of a layer: of hidden states, and of a head's queries and keys.
+"""
 _ALIASES = {
     "num_hidden_layers": ("n_layer", "num_layers"),
     "num_attention_heads": ("n_head",),
@@ -23,7 +53,9 @@ _FREES_WINDOWS = {
     "gemma3_text": 6,
     "gemma3n_text": 5,
     **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), 6),
-    **dict.fromkeys(("gpt_oss", "cohere2", "olmo3", "exaone4", "granite_swa", "granitemoe_swa", "vaultgemma"), 0),
+    **dict.fromkeys(("gpt_oss", "vaultgemma"), 2),
+    **dict.fromkeys(("cohere2", "olmo3", "exaone4"), 4),
+    **dict.fromkeys(("granite_swa", "granitemoe_swa"), 0),
     **dict.fromkeys(("mistral", "ministral", "mixtral", "starcoder2", "phi3", "qwen2", "qwen3"), 0),
 }
 """Values of `model_type` for which a CPU worker frees the KV behind windows. Without `layer_types` in config.json, one
@@ -108,7 +140,7 @@ def sizes_from_config(config: Mapping[str, Any]) -> ModelSizes:
     Raises:
         ConfigError: a size is missing, layers have a state, or latent attention stores an index too.
     """
-    text = config.get("text_config") or config
+    text = _with_defaults(config.get("text_config") or config)
     if text.get("kv_lora_rank") and text.get("index_head_dim"):
         raise ConfigError(
             "model: its layers store an index (index_head_dim), which is not counted; use --params with the bytes that"
@@ -139,7 +171,7 @@ def sizes_from_config(config: Mapping[str, Any]) -> ModelSizes:
     layers -= size("num_kv_shared_layers", 0)  # The last layers use the keys and values of earlier layers.
     of_head = size("qk_nope_head_dim") + size("v_head_dim") if rank else 0
     kv_heads, head_dim = size("num_key_value_heads", heads), size("head_dim", hidden // heads)
-    return ModelSizes(
+    sizes = ModelSizes(
         num_layers=layers,
         num_kv_heads=1 if rank else kv_heads,
         head_dim=rank or head_dim,
@@ -161,6 +193,27 @@ def sizes_from_config(config: Mapping[str, Any]) -> ModelSizes:
         only_experts_stored=_method(config) == "mxfp4",
         biases=text.get("model_type") == "gpt_oss",
     )
+    return replace(sizes, num_parameters=_count_dense(text, sizes))
+
+
+def _with_defaults(text: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration with the values that its class uses for missing fields."""
+    defaults = dict(zip(_FIELDS, _CLASS_DEFAULTS.get(text.get("model_type", ""), ()), strict=False))
+    for name, others in _ALIASES.items():
+        if any(other in text for other in others):
+            defaults.pop(name, None)
+    return defaults | dict(text)
+
+
+def _count_dense(text: Mapping[str, Any], sizes: ModelSizes) -> int:
+    """Return the number of weights of a decoder in `_DENSE`; 0 for others."""
+    if text.get("model_type") not in _DENSE:
+        return 0
+    norms, head_norms = _DENSE[text["model_type"]]
+    hidden, inner, head_dim = sizes.hidden_size, sizes.intermediate_size, sizes.head_dim
+    attention = 2 * (sizes.num_heads + sizes.num_kv_heads) * head_dim * hidden
+    layer = attention + 3 * inner * hidden + norms * hidden + head_norms * head_dim
+    return sizes.num_layers * layer + (1 if sizes.tied else 2) * sizes.vocab_size * hidden + hidden
 
 
 def _kv_sizes(
@@ -192,7 +245,8 @@ def _windows(text: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]
     model_type, window = text.get("model_type"), text.get("sliding_window")
     if model_type not in _FREES_WINDOWS or not isinstance(window, int):
         return ()
-    every = int(text.get("sliding_window_pattern") or _FREES_WINDOWS[model_type])
+    pattern = text.get("sliding_window_pattern") or _FREES_WINDOWS[model_type]
+    every = len(pattern) if isinstance(pattern, str) else int(pattern)  # EXAONE 4 has "LLLG" instead of 4.
     types = text.get("layer_types")
     if model_type in _OPTIONAL_WINDOWS and not text.get("use_sliding_window"):
         return ()

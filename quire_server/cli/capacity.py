@@ -240,12 +240,12 @@ def _model(options: Namespace) -> "ModelSizes":
         return dataclasses.replace(sizes, gguf=_gguf_tensors(path.parent))
     files = sorted(path.parent.glob("model*.safetensors"))
     num_weights = sum(elements_of(config, name, shape) for file in files for name, shape in _tensors(file))
-    if not num_weights:
+    if not num_weights and not sizes.num_parameters:
         raise CommandError(
             f"--model: the weights of model_type {config.get('model_type')} cannot be counted from config.json alone;"
             " give a folder with model.safetensors, or the sizes with --params"
         )
-    return dataclasses.replace(sizes, num_parameters=num_weights)
+    return dataclasses.replace(sizes, num_parameters=num_weights or sizes.num_parameters)
 
 
 def _gguf_tensors(folder: Path) -> "tuple[GgufTensor, ...]":

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import LongcatFlashConfig
+from transformers import AutoConfig, LongcatFlashConfig
 
 from quire_server.capacity import (
     Agent,
@@ -18,7 +18,7 @@ from quire_server.capacity import (
     weights_bytes,
 )
 from quire_server.cli.main import main
-from quire_server.model_sizes import sizes_from_config, sizes_from_params
+from quire_server.model_sizes import _CLASS_DEFAULTS, sizes_from_config, sizes_from_params
 from records.rules.model_worker import ModelWorker
 from shared.model_path import resolve_model
 from tests.scheduler_svc.cluster import Cluster
@@ -183,6 +183,45 @@ def test_a_draft_model_is_not_counted(capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["capacity", "--kv-cache-memory=64MiB", "--speculation=draft"]) == 0
 
     assert "The weights and the KV of the draft model are not counted." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("model_type", _CLASS_DEFAULTS)
+def test_missing_fields_have_the_values_of_the_class(model_type: str) -> None:
+    """config.json may lack every field. `transformers` then uses the same sizes and windows."""
+    config = AutoConfig.for_model(model_type)
+    found = sizes_from_config({"model_type": model_type})
+
+    heads = config.num_attention_heads
+    assert (found.num_layers, found.num_heads) == (config.num_hidden_layers, heads)
+    assert found.num_kv_heads == (config.num_key_value_heads or heads)
+    assert found.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    assert (found.hidden_size, found.intermediate_size) == (config.hidden_size, config.intermediate_size)
+    assert (found.vocab_size, found.max_positions) == (config.vocab_size, config.max_position_embeddings)
+    assert found.tied == config.tie_word_embeddings
+    window = getattr(config, "sliding_window", None)
+    layers = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    windows = [window if layer == "sliding_attention" else None for layer in layers]
+    assert list(found.windows or [None] * len(windows)) == windows
+
+
+def test_a_multimodal_file_lacks_most_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The file of Gemma-3 4B on the hub has few sizes, and is enough without the model's weights."""
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34}
+    config = {"model_type": "gemma3", "text_config": text | {"sliding_window": 1024}, "torch_dtype": "bfloat16"}
+    (tmp_path / "only.json").write_text(json.dumps(config))
+
+    assert main(["capacity", "--model", str(tmp_path / "only.json"), "--kv-cache-memory", "8GiB"]) == 0
+    shown = capsys.readouterr().out
+    assert "2 (key and value) x 34 layers x 4 KV heads x 256 head_dim x 2 bytes" in shown
+    assert "29 of 34 layers keep the newest 1,024 tokens" in shown
+    assert "Weights        7.76 GB" in shown, "3.88 billion weights"
+
+
+def test_a_pattern_of_windows_may_have_letters() -> None:
+    """EXAONE 4 has "LLLG": three layers with a window, and one without."""
+    config = {"model_type": "exaone4", "num_hidden_layers": 8, "sliding_window": 4096}
+    windows = sizes_from_config(config | {"sliding_window_pattern": "LLLG"}).windows
+    assert windows == (4096, 4096, 4096, None) * 2
 
 
 def test_no_torch_is_imported() -> None:

@@ -164,6 +164,7 @@ _OPTIONAL = {"sliding_window": 16, "num_hidden_layers": 4}
     [
         ("MistralForCausalLM", {}, ()),
         ("MistralForCausalLM", {"sliding_window": None}, ()),
+        ("MistralForCausalLM", {"max_position_embeddings": 8192}, ("sliding_window",)),
         ("MixtralForCausalLM", {}, ()),
         ("Phi3ForCausalLM", {"sliding_window": 16}, ()),
         ("MinistralForCausalLM", {"layer_types": ["full_attention", "sliding_attention"]}, ()),
@@ -306,9 +307,10 @@ def test_the_formulas_are_what_each_rank_allocates(ranks: int, sizes_of_heads: d
         assert kv_bytes(sizes, "float32", ranks) == block_bytes(model.kv_shapes, 1, description.kv_dtype)
 
 
-def test_config_json_alone_is_enough(tmp_path: Path) -> None:
-    """The weights of a Llama are counted without its weights."""
-    folder = make_checkpoint("LlamaForCausalLM", tmp_path / "model")
+@pytest.mark.parametrize("model", ["LlamaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Phi3ForCausalLM"])
+def test_config_json_alone_is_enough(model: str, tmp_path: Path) -> None:
+    """The weights of these families are counted without the files that contain them."""
+    folder = make_checkpoint(model, tmp_path / "model")
     shutil.copy(folder / "config.json", tmp_path / "config.json")
 
     assert predicted_memory(tmp_path, tmp_path / "config.json", "--context=64", "--output=8") == predicted_memory(
