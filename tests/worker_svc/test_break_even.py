@@ -52,6 +52,20 @@ def test_layers_of_different_sizes_count_with_their_own_sizes() -> None:
     assert break_even_context(config) == products // (6 * 64 * 4)
 
 
+def test_experts_of_gemma_4_count_in_addition_to_its_mlp() -> None:
+    """Its file names the number of experts per token in another way. They count if they are enabled."""
+    sizes = SIZES | {"head_dim": 16, "hidden_size_per_layer_input": 0, "num_experts": 4, "moe_intermediate_size": 24}
+    dense, mixture = (
+        transformers.Gemma4TextConfig(**sizes, enable_moe_block=enabled, top_k_experts=2) for enabled in (False, True)
+    )
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(mixture)  # type: ignore[no-untyped-call]
+    experts = model.model.layers[0].experts
+    of_one = sum(weight[0].numel() for weight in (experts.gate_up_proj, experts.down_proj))
+
+    assert weights_per_layer(mixture) == weights_per_layer(dense) + 2 * of_one
+
+
 def test_a_mixture_counts_the_experts_that_a_token_sees() -> None:
     """Two experts of four cost as much as a dense layer with twice one expert's size."""
     mixture = transformers.MixtralConfig(

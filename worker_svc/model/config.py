@@ -192,6 +192,8 @@ def _weights(layer: ModelConfig) -> int:
     if experts := _size(layer, "num_experts_per_tok"):
         inner = experts * (_size(layer, "moe_intermediate_size") or inner)
         inner += _size(layer, "shared_expert_intermediate_size")
+    elif getattr(layer, "enable_moe_block", False):  # Gemma 4 has experts in addition to a dense MLP.
+        inner += _size(layer, "top_k_experts") * _size(layer, "moe_intermediate_size")
     return 2 * hidden * (_heads_size(layer) + kv_size) + 3 * hidden * inner
 
 
