@@ -9,6 +9,8 @@ from records.rules.model_worker import ModelWorker
 from scheduler_svc.core.interface import events as ev
 from scheduler_svc.core.lifecycle import tables
 from scheduler_svc.core.lifecycle.tables import BlockMap, Blocks
+from scheduler_svc.core.memory.window_blocks import window_key
+from scheduler_svc.core.queueing.sessions import ShownSession
 from tests.scheduler_svc.block_states import states_of
 from tests.scheduler_svc.cluster import FRONTEND, Cluster
 
@@ -162,6 +164,49 @@ def test_a_session_without_its_state_is_not_on_the_device() -> None:
         {"1": "", "2": "device", "3": "device"},
     ]
     assert cluster.core.stats().workers[0].blocks_free > 100, "no block was evicted"
+
+
+def _push_out(cluster: Cluster) -> str:
+    """Serve a session of a model with windows, then others until its tier changes; return that tier."""
+    for stream in range(1, 5):
+        cluster.submit(stream, [100 * stream + number for number in range(56)], 8, session=b"%d" % stream)
+        cluster.run()
+        tier = _first_session(cluster)[1]
+        assert stream > 1 or tier == "device"
+        if tier != "device":
+            return tier
+    pytest.fail("the session is still on the device")
+
+
+def _first_session(cluster: Cluster) -> tuple[ShownSession, str]:
+    return next(each for each in cluster.core.tables().sessions if each[0].name == "1")
+
+
+def test_a_session_without_its_window_is_not_on_the_device() -> None:
+    """With sliding windows, cached blocks are of no use without the window blocks at the end of the sequence."""
+    cluster = Cluster()
+    cluster.join(ModelWorker(b"w", 90, 4, 4, num_kv_groups=3, window=9, window_chunk=8))
+
+    assert _push_out(cluster) == ""
+    session, worker = _first_session(cluster)[0], cluster.core.worker(b"w")
+    assert worker is not None
+    assert session.place is not None
+    assert worker.pool.cache.holds[session.place[1]], "the full block was evicted too"
+
+
+def test_a_session_without_its_window_is_not_in_host_memory() -> None:
+    """A session is in host memory while its end and all window blocks there are; one missing block is enough."""
+    cluster = Cluster()
+    cluster.join(ModelWorker(b"w", 90, 4, 4, num_host_blocks=400, num_kv_groups=3, window=9, window_chunk=8))
+
+    assert _push_out(cluster) == "host"
+    worker, end = cluster.core.worker(b"w"), _first_session(cluster)[0].end
+    assert worker is not None
+    lost = worker.swap.keys.get(window_key(end, 1))
+    assert lost is not None
+    worker.swap.pool.distrust(np.array([lost]))
+    assert worker.swap.keys.get(end) is not None
+    assert _first_session(cluster)[1] == ""
 
 
 def test_the_end_of_a_session_is_found_in_host_memory() -> None:

@@ -205,6 +205,26 @@ def test_only_the_last_two_tails_of_a_run_move() -> None:
     assert len(cache.entries(attached)) == 3 * TAIL, "a fork makes the earlier tail useful"
 
 
+def test_a_lost_window_block_costs_only_the_tokens_after_the_tail_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If host memory loses a window block of the response's tail, the next turn continues after the prompt."""
+    cluster = _cluster(copy_s=0.0)
+    _serve(cluster, 1, _prompt(1), max_tokens=30)
+    _fill_slowly(cluster, monkeypatch)
+    sequence = [*_prompt(1), *cluster.readers[1].tokens]
+    worker, request = cluster.core.worker(b"w/1"), cluster.submit(2, sequence, 1)
+    assert worker is not None
+    (waiting,) = cluster.core._requests
+    end = worker.prefixes.match(waiting).num_blocks
+    assert end > NUM_PROMPT // 4
+    lost = worker.swap.keys.get(window_key(worker.prefixes.last_key(waiting, end), 0))
+    assert lost is not None
+    worker.swap.pool.distrust(np.array([lost]))
+    cluster.run()
+
+    assert request.end is not None
+    assert request.end.cached_prompt_tokens == (NUM_PROMPT - 1) // 4 * 4
+
+
 def test_a_prefix_reaches_as_far_as_both_tiers_have_a_whole_tail() -> None:
     """A tail may be partly on the device and partly in host memory. One missing block makes it useless."""
     windows, host = WindowBlocks(300, SIZES), HostKeys(50)

@@ -15,6 +15,7 @@ from scheduler_svc.core.memory.block_pool import CACHED, RETIRED, BlockPool
 from scheduler_svc.core.queueing.backlog import Backlog
 from scheduler_svc.core.queueing.sessions import Sessions, ShownSession
 from scheduler_svc.core.requests.request import Request, RequestKey
+from scheduler_svc.core.workers.cached_prefixes import TIERS
 from scheduler_svc.core.workers.worker import Worker
 
 MAX_WORKERS = 64
@@ -90,7 +91,7 @@ class Tables:
     block_maps: list[BlockMap]
     queues: list[Queue]
     sessions: list[tuple[ShownSession, str]]
-    """Sessions, each with the tier that has the end of its sequence: "device", "host", "disk", or "" for none."""
+    """Sessions, each with the tier from which its next turn can continue: one of `TIERS`, or "" for none."""
 
 
 def tables(
@@ -115,27 +116,15 @@ def tables(
 
 
 def _tier(session: ShownSession, workers: Iterable[Worker]) -> str:
-    """Return the highest tier that has the end of a session's sequence; empty if none has it.
-
-    The end of a sequence leaves a tier before its beginning. With recurrent state, the next turn also needs the state
-    after the end.
-    """
+    """Return the highest tier of any worker from which the session's next turn can continue; empty without one."""
     if not session.end:
         return ""
     tiers = set()
     for worker in workers:
-        states = worker.swap.states
-        has_state = worker.checkpoints is None or (states is not None and states.reach(session.end, 0, 1) > 0)
-        if session.place is not None and session.place[0] == worker.epoch:
-            end = np.array([session.place[1]], np.intp)
-            is_usable = has_state or (worker.checkpoints is not None and worker.checkpoints.reach(end) > 0)
-            found = worker.pool.cache.entries(end) if is_usable else []
-            tiers |= {"device" for each in found if each.entry.key == session.end}
-        if has_state and worker.swap.keys.get(session.end) is not None:
-            tiers.add("host")
-        if worker.swap.disk is not None and worker.swap.disk.keys.get(session.end) is not None:
-            tiers.add("disk")
-    return next((tier for tier in ("device", "host", "disk") if tier in tiers), "")
+        place = session.place
+        block = place[1] if place is not None and place[0] == worker.epoch else None
+        tiers.add(worker.prefixes.tier(session.end, block))
+    return next((tier for tier in TIERS if tier in tiers), "")
 
 
 def block_map(worker: Worker, swapped: Iterable[Request], most: int) -> BlockMap:

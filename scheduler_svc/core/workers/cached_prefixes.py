@@ -25,12 +25,14 @@ from scheduler_svc.core.memory.partial_blocks import PartialMatch
 from scheduler_svc.core.memory.state_checkpoints import StateCheckpoints
 from scheduler_svc.core.memory.swapping import SwappedKV, SwapSpace
 from scheduler_svc.core.memory.token_facts import TokenFacts
-from scheduler_svc.core.memory.window_blocks import WindowBlocks
+from scheduler_svc.core.memory.window_blocks import WindowBlocks, window_key
 from scheduler_svc.core.requests.request import Request
 from scheduler_svc.core.workers.chunks import chunk_cost
 from scheduler_svc.core.workers.cost_model import CostModel
 from shared.prefix_keys import KEY_BYTES, BlockKey, root_key
 
+TIERS = ("device", "host", "disk")
+"""The tiers, highest first."""
 _MAX_LOADS = 8
 """Number of times that a request waits for blocks on disk. Memory pressure may evict them before the request starts."""
 _LEAST_WAIT_S = 0.02
@@ -262,6 +264,34 @@ class CachedPrefixes:
         """Return the cached blocks on the device that a request with this match shares, of all KV groups."""
         blocks = match.blocks
         return blocks if self._windows is None else np.concatenate((blocks, self._windows.tail_of(blocks).ravel()))
+
+    def tier(self, end: BlockKey, block: int | None) -> str:
+        """Return the highest tier from which a request can continue after a sequence; empty if there is none.
+
+        Only the last block, its window blocks and its state are looked up, because the end of a sequence leaves a tier
+        before its beginning.
+
+        Args:
+            end: the key of the last full block.
+            block: the block on the device that had this key when the sequence was computed; None if it was not here.
+        """
+        blocks = NO_INDICES if block is None else np.array([block], np.intp)
+        on_device = any(each.entry.key == end for each in self._cache.entries(blocks))
+        on_host = on_device or self._swap.keys.get(end) is not None
+        if self._windows is not None:
+            missing = self._windows.missing(blocks if on_device else NO_INDICES, 1)
+            on_device &= not len(missing)
+            on_host &= all(self._swap.keys.get(window_key(end, table)) is not None for table in missing[:, 1].tolist())
+        elif self._model.state_bytes:
+            has_state = self._swap.states is not None and self._swap.states.reach(end, 0, 1) > 0
+            has_checkpoint = self._checkpoints is not None and self._checkpoints.reach(blocks) > 0
+            on_device &= has_state or has_checkpoint
+            on_host &= has_state
+        if on_device:
+            return "device"
+        if on_host:
+            return "host"
+        return "disk" if self._swap.disk is not None and self._swap.disk.keys.get(end) is not None else ""
 
     # ---------------------------------------------------------------- saved computation
 
