@@ -278,7 +278,7 @@ class CachedPrefixes:
         blocks = NO_INDICES if block is None else np.array([block], np.intp)
         on_device = any(each.entry.key == end for each in self._cache.entries(blocks))
         on_host = on_device or self._swap.keys.get(end) is not None
-        if self._windows is not None:
+        if self._windows is not None and on_host:
             missing = self._windows.missing(blocks if on_device else NO_INDICES, 1)
             on_device &= not len(missing)
             on_host &= all(self._swap.keys.get(window_key(end, table)) is not None for table in missing[:, 1].tolist())

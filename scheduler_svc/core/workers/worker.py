@@ -1,7 +1,7 @@
 """The scheduler's view of one worker in one epoch: its identity, rows, blocks and steps in flight.
 
-What its caches hold of a request is the subject of `cached_prefixes`, and what its rows add to them that of
-`prefix_publisher`. `trials` has the suspects that run alone.
+`cached_prefixes` finds what the worker's caches hold of a request. `prefix_publisher` adds what its rows have computed.
+`trials` lets suspects run alone.
 
 A vacated row can be reused immediately, because a plan vacates rows before it admits requests. Steps in flight may
 still sample a token for the previous request, which the row's generation identifies. `departed` holds these requests
