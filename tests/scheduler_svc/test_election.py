@@ -484,14 +484,12 @@ def _leads(scheduler: Scheduler) -> bool:
 @pytest.fixture
 def cell(tmp_path: Path) -> Iterator[Cell]:
     """Yield two schedulers, one of which leads soon."""
-    with lease_servers.etcd(tmp_path) as (server, process):
+    with lease_servers.etcd(tmp_path) as (server, process), ExitStack() as stack:
         flags = (f"--leader-lease=etcd://{server}/quire", f"--leader-lease-s={DURATION_S}", "--journal-sync=standby")
         addresses = [f"ipc://{tmp_path}/{name}/s" for name in "ab"]
-        first = Scheduler(tmp_path / "a", f"--standby-of={addresses[1]}", *flags)
-        second = Scheduler(tmp_path / "b", f"--standby-of={addresses[0]}", *flags)
+        first = stack.enter_context(Scheduler(tmp_path / "a", f"--standby-of={addresses[1]}", *flags))
+        second = stack.enter_context(Scheduler(tmp_path / "b", f"--standby-of={addresses[0]}", *flags))
         yield Cell((first, second), process)
-        for each in (first, second):
-            each.close()
 
 
 def test_a_standby_leads_after_the_leader_was_killed(cell: Cell) -> None:
@@ -508,12 +506,12 @@ def test_a_standby_leads_after_the_leader_was_killed(cell: Cell) -> None:
 
 def test_a_standby_need_not_wait_for_the_lease_of_a_leader_that_was_killed(tmp_path: Path) -> None:
     """The guard of the leader revokes a lease that would end after the test's timeout."""
-    with lease_servers.etcd(tmp_path) as (server, _):
+    with lease_servers.etcd(tmp_path) as (server, _), ExitStack() as stack:
         flags = (f"--leader-lease=etcd://{server}/quire", "--leader-lease-s=60", "--journal-sync=standby")
         addresses = [f"ipc://{tmp_path}/{name}/s" for name in "ab"]
-        leader = Scheduler(tmp_path / "a", f"--standby-of={addresses[1]}", *flags)
+        leader = stack.enter_context(Scheduler(tmp_path / "a", f"--standby-of={addresses[1]}", *flags))
         leader.until("quire_leader_number", lambda value: value > 0)
-        standby = Scheduler(tmp_path / "b", f"--standby-of={addresses[0]}", *flags)
+        standby = stack.enter_context(Scheduler(tmp_path / "b", f"--standby-of={addresses[0]}", *flags))
         leader.until("quire_standby_ready", lambda value: value == 1)
         began = time.monotonic()
         leader.kill()
@@ -521,8 +519,6 @@ def test_a_standby_need_not_wait_for_the_lease_of_a_leader_that_was_killed(tmp_p
         standby.until("quire_leader_number", lambda value: value > 0)
 
         assert time.monotonic() - began < WAIT_S / 2
-        for each in (leader, standby):
-            each.close()
 
 
 def test_a_leader_that_was_stopped_becomes_the_standby(cell: Cell) -> None:
@@ -593,7 +589,7 @@ class _Partial:
     The copy fails at each attempt, because the journal is larger than the standby's maximum file size.
     """
 
-    def __init__(self, leader: Scheduler, folder: Path, *flags: str) -> None:
+    def __init__(self, stack: ExitStack, leader: Scheduler, folder: Path, *flags: str) -> None:
         frontend = leader.frontend()
         frontend.hello()
         submissions = [
@@ -611,7 +607,7 @@ class _Partial:
         ]
         frontend.send(link_pb2.FrontendMessage(submissions=submissions))
         begun = leader.until("quire_standby_copies_total", lambda value: value >= 0)
-        self.scheduler = Scheduler(folder, *flags)
+        self.scheduler = stack.enter_context(Scheduler(folder, *flags))
         self._process = psutil.Process(self.scheduler.process.pid)
         self._unlimited = self._process.rlimit(psutil.RLIMIT_FSIZE)
         self._process.rlimit(psutil.RLIMIT_FSIZE, (_COPY_LIMIT_BYTES, self._unlimited[1]))
@@ -628,14 +624,11 @@ def test_a_standby_with_a_partial_journal_lets_one_with_the_whole_journal_lead(t
     with lease_servers.etcd(tmp_path) as (server, _), ExitStack() as stack:
         flags = (f"--leader-lease=etcd://{server}/quire", "--leader-lease-s=20")
         others = [",".join(f"ipc://{tmp_path}/{other}/s" for other in "abc" if other != name) for name in "abc"]
-        leader = Scheduler(tmp_path / "a", f"--standby-of={others[0]}", *flags)
-        stack.callback(leader.close)
+        leader = stack.enter_context(Scheduler(tmp_path / "a", f"--standby-of={others[0]}", *flags))
         number = leader.until("quire_leader_number", lambda value: value > 0)
-        whole = Scheduler(tmp_path / "b", f"--standby-of={others[1]}", *flags)
-        stack.callback(whole.close)
+        whole = stack.enter_context(Scheduler(tmp_path / "b", f"--standby-of={others[1]}", *flags))
         _begin(leader)
-        partial = _Partial(leader, tmp_path / "c", f"--standby-of={others[2]}", *flags)
-        stack.callback(partial.scheduler.close)
+        partial = _Partial(stack, leader, tmp_path / "c", f"--standby-of={others[2]}", *flags)
         leader.until("quire_standby_ready", lambda value: value == 1)
         leader.until("quire_standby_lag_bytes", lambda value: value > _COPY_LIMIT_BYTES)
         leader.kill()
@@ -657,17 +650,14 @@ def test_a_leader_that_restarts_continues_if_its_standby_has_a_partial_journal(t
     with lease_servers.etcd(tmp_path) as (server, _), ExitStack() as stack:
         flags = (f"--leader-lease=etcd://{server}/quire", "--leader-lease-s=20")
         addresses = [f"ipc://{tmp_path}/{name}/s" for name in "ab"]
-        leader = Scheduler(tmp_path / "a", f"--standby-of={addresses[1]}", *flags)
-        stack.callback(leader.close)
+        leader = stack.enter_context(Scheduler(tmp_path / "a", f"--standby-of={addresses[1]}", *flags))
         number = leader.until("quire_leader_number", lambda value: value > 0)
         _begin(leader)
-        partial = _Partial(leader, tmp_path / "b", f"--standby-of={addresses[0]}", *flags)
-        stack.callback(partial.scheduler.close)
+        partial = _Partial(stack, leader, tmp_path / "b", f"--standby-of={addresses[0]}", *flags)
         leader.kill()
         leader.close()
 
-        restarted = Scheduler(tmp_path / "a", f"--standby-of={addresses[1]}", *flags)
-        stack.callback(restarted.close)
+        restarted = stack.enter_context(Scheduler(tmp_path / "a", f"--standby-of={addresses[1]}", *flags))
 
         assert restarted.until("quire_leader_number", lambda value: value > 0) == number + 1
         assert _log(restarted) == [1, 2, 3, 11, 12]

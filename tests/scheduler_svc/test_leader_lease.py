@@ -50,13 +50,11 @@ class Scheduler(Stand):
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[tuple[Scheduler, Scheduler]]:
     """Yield a leader and its standby, which the leader's metrics show."""
-    first = Scheduler(tmp_path)
-    first.serves()
-    second = Scheduler(tmp_path)
-    first.until_standby_ready(1)
-    yield first, second
-    for each in (first, second):
-        each.close()
+    with Scheduler(tmp_path) as first:
+        first.serves()
+        with Scheduler(tmp_path) as second:
+            first.until_standby_ready(1)
+            yield first, second
 
 
 def test_a_standby_serves_at_the_same_addresses_after_its_leader_was_killed(pair: tuple[Scheduler, Scheduler]) -> None:

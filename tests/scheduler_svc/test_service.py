@@ -6,8 +6,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
 
 import numpy as np
+import psutil
 import pytest
 import zmq
 from google.protobuf.descriptor import MethodDescriptor
@@ -17,10 +19,13 @@ from google.protobuf.message_factory import GetMessageClass
 from protos.quire.link.v1 import link_pb2
 from protos.quire.plan.v1 import plan_pb2
 from quire.admin.v1 import admin_pb2
+from quire_server.serve import lifeline
 from shared.columns import from_column, to_column
 from shared.frames import LINK_MAX_MESSAGE, LINK_VERSIONS, PLAN_MAX_MESSAGE, PLAN_VERSIONS
 from shared.sockets import connect_dealer
 from tests.shared.test_metrics import metrics_receiver
+
+WAIT_S = 60
 
 WAIT_MS = 20_000
 
@@ -130,7 +135,10 @@ class WorkerPeer(Peer):
 
 
 class Stand:
-    """A scheduler process and the peers of one test."""
+    """A scheduler process and the peers of one test; a context manager, at whose end no process is left.
+
+    The process also ends with the process that runs the tests.
+    """
 
     def __init__(self, folder: Path, *flags: str) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -140,7 +148,14 @@ class Stand:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "quire_server.cli.main", "scheduler", f"--frontend-address={self._frontends}",
              f"--worker-address={self._workers}", "--max-num-seqs=4", *flags],
+            env=os.environ | {lifeline.ENVIRONMENT: str(os.getpid())},
         )  # fmt: skip
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def frontend(self) -> FrontendPeer:
         """Connects a front end."""
@@ -156,12 +171,17 @@ class Stand:
 
     def close(self) -> None:
         """Ends everything."""
-        for peer in self._peers:
-            peer.close()
-        self._context.destroy(linger=0)
-        if self.process.poll() is None:
-            self.process.terminate()
-        assert self.process.wait(20) == (-signal.SIGKILL if self.killed else 0)
+        try:
+            for peer in self._peers:
+                peer.close()
+            self._context.destroy(linger=0)
+            if self.process.poll() is None:
+                self.process.terminate()
+                self.process.send_signal(signal.SIGCONT)  # A test that failed may have stopped it.
+            assert self.process.wait(WAIT_S) == (-signal.SIGKILL if self.killed else 0)
+        finally:
+            self.process.kill()
+            self.process.wait()
 
     def kill(self) -> None:
         """Ends the scheduler at once."""
@@ -173,9 +193,42 @@ class Stand:
 @pytest.fixture
 def stand(tmp_path: Path) -> Iterator[Stand]:
     """A running scheduler."""
+    with Stand(tmp_path) as stand:
+        yield stand
+
+
+def test_no_process_is_left_after_a_test_that_fails(tmp_path: Path) -> None:
+    """A test may fail before its end, even while the process is stopped."""
     stand = Stand(tmp_path)
-    yield stand
-    stand.close()
+
+    def fail() -> None:
+        with stand:
+            stand.frontend().hello()
+            stand.process.send_signal(signal.SIGSTOP)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert stand.process.returncode == 0
+
+
+def test_no_process_is_left_after_an_interruption(tmp_path: Path) -> None:
+    """A scheduler ends with the process that began it, even if the latter is killed."""
+    begin = (
+        "import pathlib, sys, time\n"
+        "from tests.scheduler_svc.test_service import Stand\n"
+        "stand = Stand(pathlib.Path(sys.argv[1]))\n"
+        "stand.frontend().hello()\n"
+        "print(stand.process.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    command = [sys.executable, "-c", begin, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": os.getcwd()}) as test:
+        assert test.stdout is not None
+        scheduler = psutil.Process(int(test.stdout.readline()))
+        test.kill()
+
+        assert not psutil.wait_procs([scheduler], timeout=WAIT_S)[1]
 
 
 def test_a_request_runs_from_submission_to_end(stand: Stand) -> None:
@@ -224,9 +277,8 @@ def test_the_last_metrics_are_exported(tmp_path: Path, monkeypatch: pytest.Monke
     """At its end, a scheduler exports metrics that are not due yet."""
     with metrics_receiver() as (endpoint, received):
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", endpoint)
-        stand = Stand(tmp_path)
-        stand.frontend().hello()
-        stand.close()
+        with Stand(tmp_path) as stand:
+            stand.frontend().hello()
         exported = received.get(timeout=30)
 
     (frontends,) = [each for each in exported if each.name == "quire.frontends"]
@@ -455,19 +507,17 @@ def test_a_workers_metrics_leave_with_it(stand: Stand) -> None:
 def test_a_scheduler_without_the_record_that_it_should_have_says_so(tmp_path: Path) -> None:
     """A folder that another scheduler records into: quire_record_writes is 0, and absent with --record-dir off."""
     found = []
-    first = Stand(tmp_path, f"--record-dir={tmp_path / 'record'}")
-    for number, place in enumerate((str(tmp_path / "record"), "off")):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        frontend = first.frontend()
-        frontend.hello()
-        frontend.metrics()  # By now the first journal has its folder.
-        second = Stand(folder, f"--record-dir={place}")
-        frontend = second.frontend()
-        frontend.hello()
-        found.append([sample.value for sample in frontend.metrics() if sample.name == "quire_record_writes"])
-        second.close()
-    first.close()
+    with Stand(tmp_path, f"--record-dir={tmp_path / 'record'}") as first:
+        for number, place in enumerate((str(tmp_path / "record"), "off")):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            frontend = first.frontend()
+            frontend.hello()
+            frontend.metrics()  # By now the first journal has its folder.
+            with Stand(folder, f"--record-dir={place}") as second:
+                frontend = second.frontend()
+                frontend.hello()
+                found.append([sample.value for sample in frontend.metrics() if sample.name == "quire_record_writes"])
 
     assert found == [[0.0], []]
 

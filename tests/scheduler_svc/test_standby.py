@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -90,11 +91,9 @@ def pair(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Sched
     """Yield a leader, and a standby that has the leader's whole journal."""
     flags = getattr(request, "param", ())
     leader = Scheduler(tmp_path / "a", *flags)
-    standby = Scheduler(tmp_path / "b", f"--standby-of={leader.address}", *flags)
-    leader.until("quire_standby_ready", lambda value: value == 1)
-    yield leader, standby
-    for each in (leader, standby):
-        each.close()
+    with leader, Scheduler(tmp_path / "b", f"--standby-of={leader.address}", *flags) as standby:
+        leader.until("quire_standby_ready", lambda value: value == 1)
+        yield leader, standby
 
 
 def test_a_standby_that_takes_over_by_command_knows_every_delivered_token(pair: tuple[Scheduler, Scheduler]) -> None:
@@ -131,22 +130,21 @@ def test_a_standby_has_each_token_before_its_client_if_the_journal_is_synchronou
 def test_a_standby_follows_its_leader_after_a_proposal_of_a_higher_number(pair: tuple[Scheduler, Scheduler]) -> None:
     """A scheduler that asks for the lead proposes a number, and may never lead under it."""
     leader, standby = pair
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    asking = PeerLink(context, standby.address, lambda _socket: None)
-    proposal = PeerMessage(step_down=StepDown(leader_number=(1 << 63), leads=False))
-    end = time.monotonic() + WAIT_S
-    while not asking.send(proposal):
-        assert time.monotonic() < end, "no connection"
-        asking.socket.poll(10, zmq.POLLOUT)
-    assert asking.socket.poll(WAIT_S * 1000), "no response"
+    with zmq.Context() as context:
+        asking = PeerLink(context, standby.address, lambda _socket: None)
+        with closing(asking):
+            proposal = PeerMessage(step_down=StepDown(leader_number=(1 << 63), leads=False))
+            end = time.monotonic() + WAIT_S
+            while not asking.send(proposal):
+                assert time.monotonic() < end, "no connection"
+                asking.socket.poll(10, zmq.POLLOUT)
+            assert asking.socket.poll(WAIT_S * 1000), "no response"
 
-    _begin(leader)
-    leader.kill()
+            _begin(leader)
+            leader.kill()
 
-    _take_over(standby.address)
-    assert _log(standby) == [1, 2, 3, 11, 12]
-    asking.close()
-    context.term()
+            _take_over(standby.address)
+            assert _log(standby) == [1, 2, 3, 11, 12]
 
 
 @pytest.mark.parametrize("pair", [("--journal-sync=standby",)], indirect=True)
@@ -189,19 +187,18 @@ def test_a_leader_that_was_stopped_sends_nothing_after_it_was_replaced(pair: tup
 def test_schedulers_hand_over_to_each_other_and_back(tmp_path: Path) -> None:
     """With --standby-of at both, the scheduler that steps down becomes the standby of the other."""
     addresses = [f"ipc://{tmp_path}/{name}/s" for name in "ab"]
-    leader = Scheduler(tmp_path / "a", f"--standby-of={addresses[1]}")
-    other = Scheduler(tmp_path / "b", f"--standby-of={addresses[0]}")
-    numbers = [_take_over(leader.address)]
-    _begin(leader)
-    for old, new in ((leader, other), (other, leader), (leader, other)):
-        old.until("quire_standby_ready", lambda value: value == 1)
-        numbers.append(_take_over(new.address))
-        assert _log(new) == [1, 2, 3, 11, 12]
+    with ExitStack() as stack:
+        leader = stack.enter_context(Scheduler(tmp_path / "a", f"--standby-of={addresses[1]}"))
+        other = stack.enter_context(Scheduler(tmp_path / "b", f"--standby-of={addresses[0]}"))
+        numbers = [_take_over(leader.address)]
+        _begin(leader)
+        for old, new in ((leader, other), (other, leader), (leader, other)):
+            old.until("quire_standby_ready", lambda value: value == 1)
+            numbers.append(_take_over(new.address))
+            assert _log(new) == [1, 2, 3, 11, 12]
 
-    assert numbers == sorted(set(numbers))
-    assert leader.process.poll() is None
-    for each in (leader, other):
-        each.close()
+        assert numbers == sorted(set(numbers))
+        assert leader.process.poll() is None
 
 
 def test_a_scheduler_without_an_allowed_key_gets_no_journal(tmp_path: Path) -> None:
@@ -209,20 +206,19 @@ def test_a_scheduler_without_an_allowed_key_gets_no_journal(tmp_path: Path) -> N
     create(tmp_path / "keys")
     create(tmp_path / "others")
     keys, others = f"--keys={tmp_path}/keys", f"--keys={tmp_path}/others"
-    leader = Scheduler(tmp_path / "a", keys)
-    standby = Scheduler(tmp_path / "b", f"--standby-of={leader.address}", keys)
-    stranger = Scheduler(tmp_path / "c", f"--standby-of={leader.address}", others)
-    end = time.monotonic() + WAIT_S
-    while not list((tmp_path / "b/journal").glob("*.journal")):
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    with ExitStack() as stack:
+        leader = stack.enter_context(Scheduler(tmp_path / "a", keys))
+        standby = stack.enter_context(Scheduler(tmp_path / "b", f"--standby-of={leader.address}", keys))
+        stack.enter_context(Scheduler(tmp_path / "c", f"--standby-of={leader.address}", others))
+        end = time.monotonic() + WAIT_S
+        while not list((tmp_path / "b/journal").glob("*.journal")):
+            assert time.monotonic() < end
+            time.sleep(0.05)
 
-    _take_over(standby.address, keys)
+        _take_over(standby.address, keys)
 
-    assert leader.process.wait(WAIT_S) == 0
-    assert not list((tmp_path / "c/journal").glob("**/*.journal"))
-    for each in (leader, standby, stranger):
-        each.close()
+        assert leader.process.wait(WAIT_S) == 0
+        assert not list((tmp_path / "c/journal").glob("**/*.journal"))
 
 
 @pytest.mark.parametrize(
