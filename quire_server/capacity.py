@@ -373,8 +373,11 @@ def fit(card_bytes: int, sizes: ModelSizes, serving: Serving, weights: int, step
         num_blocks=0,
         vocab_size=sizes.vocab_size,
     )
-    setting = f"memory: weights take {weights:,} bytes and a step {step:,}"
-    setting += f", recurrent state {state:,}" if state else ""
+    if weights or step:
+        setting = f"memory: weights take {weights:,} bytes and a step {step:,}"
+        setting += f", recurrent state {state:,}" if state else ""
+    else:
+        setting = "kv_cache_memory" + (f": recurrent state takes {state:,} bytes" if state else "")
     num_tables = 1 if groups is None else groups.num_groups
     num_blocks = count_blocks(kv, block, limits.max_rows * limits.max_blocks_per_row * num_tables, setting)
     return Memory(weights=weights, step=step, state=state, kv=kv, num_blocks=num_blocks)

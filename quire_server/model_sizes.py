@@ -149,7 +149,7 @@ def sizes_from_config(config: Mapping[str, Any]) -> ModelSizes:
     if not _STATE_FIELDS.isdisjoint(text) or not _STATE_LAYERS.isdisjoint(text.get("layer_types") or ()):
         raise ConfigError(
             "model: its layers have recurrent state, whose size is not in config.json; pass the sizes with --params:"
-            " layers and kv_heads of its attention, and state, the state_bytes in the log of a worker"
+            " layers, kv_heads and head_dim of its attention, parameters, and state, the state_bytes in a worker's log"
         )
 
     def size(name: str, default: int | None = None) -> int:

@@ -498,7 +498,7 @@ DISCARDED_TOKENS = Metric("quire.discarded_tokens", _C, "Sampled tokens that wer
 DRAFT_TOKENS = Metric("quire.draft_tokens", _C, "Draft tokens that rows verified", _WORKER, "{token}")
 ACCEPTED_DRAFT_TOKENS = Metric("quire.accepted_draft_tokens", _C, "Draft tokens that were accepted", _WORKER, "{token}")
 PREEMPTIONS = Metric("quire.preemptions", _C, "Requests preempted, by remedy: recompute or swap", ("worker", "remedy"))
-HOST_BLOCKS = Metric("quire.host_blocks", _G, "KV blocks in host memory (--host-cache)", _WORKER)
+HOST_BLOCKS = Metric("quire.host_blocks", _G, "Size of host memory (--host-cache) in KV blocks", _WORKER)
 WINDOW_BLOCKS = Metric(
     "quire.window_blocks",
     _G,

@@ -191,12 +191,12 @@ def run(options: Namespace) -> int:
         options.json.write_text(json.dumps(result, indent=2) + "\n", "utf-8")
     print(_page(sizes, serving, memory, weights, rows, options, (num_host_states, host_tokens), disk_tokens))
     if sessions is not None and agent is not None:
-        print(_sessions_text(agent, *sessions))
+        print(_sessions_text(agent, sessions, "" if groups is None else "at least "))
         if sizes.state_bytes and sessions[0] == sessions_with_states(serving):
             count = serving.num_checkpoints
             print(f"The {count} checkpoints are the limit: a session uses three. --state-checkpoints changes that.")
         elif groups is not None:
-            print("Windows count before the places that a session's last turn has used.")
+            print("A session keeps the windows before the start, the end of the prompt, and the end of its last turn.")
     return 0
 
 
@@ -298,9 +298,14 @@ def _agent(text: str | None, longest: int) -> "Agent | None":
     return agent
 
 
-def _sessions_text(agent: "Agent", on_device: int, with_host: int, with_disk: int) -> str:
+def _sessions_text(agent: "Agent", sessions: list[int], least: str) -> str:
+    """Return the numbers of sessions in words: on the device, with host memory, and with disk.
+
+    `least` stands before the number with host memory, because that is a lower bound with windows.
+    """
+    on_device, with_host, with_disk = sessions
     turns = f"Agents with {agent.turns} turns, from {agent.first_prompt:,} to {agent.tokens(agent.turns - 1):,} tokens"
-    host = f", {with_host:,} with host memory" if with_host > on_device else ""
+    host = f", {least}{with_host:,} with host memory" if with_host > on_device else ""
     disk = f", {with_disk:,} with disk" if with_disk > with_host else ""
     return f"\n{turns}: {on_device:,} sessions at a time keep their KV{host}{disk}."
 
@@ -339,14 +344,17 @@ def _page(
             f" step; a block holds {_layers_of_block(groups)}"
         )
     else:
-        on_cpu = dataclasses.replace(serving, frees_windows=options.kv_cache_memory is not None)
-        setting = ""
-        if kv_groups(sizes, on_cpu):
-            setting = "--disk-cache-bytes" if disk_tokens else "a draft model"
-        elif kv_groups(sizes, dataclasses.replace(on_cpu, kv_type="bfloat16")):
-            setting = f"--kv-cache-dtype {serving.kv_type}"
-        if setting:
-            lines.append(f"Windows        not freed with {setting}; all layers keep all tokens")
+        freeing = dataclasses.replace(serving, frees_windows=True)
+        reason = ""
+        if kv_groups(sizes, dataclasses.replace(freeing, kv_type="bfloat16")):
+            if options.kv_cache_memory is None:
+                reason = "on a GPU"
+            elif not kv_groups(sizes, freeing):
+                reason = f"with --kv-cache-dtype {serving.kv_type}"
+            else:
+                reason = "with --disk-cache-bytes" if disk_tokens else "with a draft model"
+        if reason:
+            lines.append(f"Windows        not freed {reason}; all layers keep all tokens")
     if sizes.state_bytes:
         num_rows = f"{serving.max_rows} row{'' if serving.max_rows == 1 else 's'}"
         twice = " x 2" if serving.states_per_row == 2 else ""

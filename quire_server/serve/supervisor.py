@@ -235,4 +235,4 @@ def why_it_ended(exit_code: int, last_words: str, *, has_hung: bool) -> str:
         reason = "killed by SIGKILL, possibly because memory ran out; see the kernel's log (dmesg)"
     else:
         reason = how_it_ended(exit_code)
-    return f"{reason}; its last line was: {last_words}" if last_words else reason
+    return f"{reason}; its last log line was: {last_words}" if last_words else reason

@@ -91,6 +91,7 @@ def test_weights_are_as_many_as_published(params: str, billions: float) -> None:
         (["--params", "layer=2"], "unknown size 'layer'"),
         (["--model", "demo"], "--gpu-memory is missing"),
         (["--model", "demo", "--gpu-memory", "1MB"], "weights take"),
+        (["--model", "demo", "--kv-cache-memory", "1KiB"], "kv_cache_memory: 1,024 bytes remain for the KV cache"),
         (["--model", "demo", "--gpu-memory", "80 cards"], "--gpu-memory: '80 cards' is not a size in bytes"),
         (["--model", "demo", "--gpu-memory", "1GB", "--host-cache", "much"], "--host-cache: 'much' is not a size"),
         (["--model", "demo", "--gpu-memory", "1GB", "--kv-cache-memory", "1GB"], "remove it, or --gpu-memory"),
@@ -111,7 +112,7 @@ def test_weights_are_as_many_as_published(params: str, billions: float) -> None:
         ),
         (
             ["--params", _RECURRENT, "--kv-cache-memory", "6GB", "--max-num-seqs", "64"],
-            "recurrent state 6,400,000,000: 0 bytes remain",
+            "kv_cache_memory: recurrent state takes 6,400,000,000 bytes: 0 bytes remain",
         ),
     ],
 )
@@ -163,7 +164,10 @@ def test_the_size_of_a_state_is_asked_for(
     config.write_text(json.dumps({"num_hidden_layers": 2} | sizes | latent | fields))
 
     assert main(["capacity", "--model", str(config), "--gpu-memory", "80GB"]) == 1
-    assert "recurrent state, whose size is not in config.json; pass the sizes with --params" in capsys.readouterr().err
+    assert (
+        "recurrent state, whose size is not in config.json; pass the sizes with --params: layers, kv_heads and head_dim"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_checkpoint_that_a_worker_refuses_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

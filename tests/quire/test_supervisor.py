@@ -380,4 +380,4 @@ def test_the_reason_for_a_signal_is_not_the_last_line(exit_code: int, has_hung: 
     """A process that is killed cannot write why, so its last line follows as such."""
     assert why_it_ended(exit_code, "", has_hung=has_hung) == (reason if exit_code < 0 else "")
     words = why_it_ended(exit_code, "worker ready", has_hung=has_hung)
-    assert words == (f"{reason}; its last line was: worker ready" if exit_code < 0 else reason)
+    assert words == (f"{reason}; its last log line was: worker ready" if exit_code < 0 else reason)

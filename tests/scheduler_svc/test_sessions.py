@@ -323,7 +323,7 @@ def test_the_first_return_of_a_named_session_says_how_much_is_cached() -> None:
     agents.cluster.run()
 
     line = next(line for line in agents.cluster.story(second) if line.startswith("turn 2"))
-    assert line.endswith("; 4 of the 44 tokens that it repeats are cached")
+    assert line.endswith("; on arrival, 4 of the 44 tokens that it repeats could be reused")
     assert agents.stats.sessions.lost_tokens == 40
 
 
@@ -491,7 +491,7 @@ def test_a_later_turn_says_how_much_of_its_session_is_cached() -> None:
         stream: next(line for line in agents.cluster.story(stream) if line.startswith("turn"))
         for stream in (second, third)
     }
-    cached = "44 of the 44 tokens that it repeats are cached"
+    cached = "on arrival, 44 of the 44 tokens that it repeats could be reused"
     assert lines[second] == f"turn 2 of its session, after a pause of 5.0 s; {cached}"
     assert lines[third].startswith("turn 3 of its session")
     stats = agents.stats.sessions

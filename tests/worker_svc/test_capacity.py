@@ -129,9 +129,13 @@ def test_windows_count_with_their_newest_tokens(tmp_path: Path, capsys: pytest.C
         (("--host-cache=1MiB",), f"holds cached prefixes of at least {num_host_tokens:,} tokens more"),
         (("--host-cache=1MiB", "--disk-cache-bytes=8MiB"), "not freed with --disk-cache-bytes"),
         (("--speculation=draft",), "not freed with a draft model"),
+        (("--host-cache=1GiB", "--agents=2,512,512"), ", at least "),
+        (("--agents=2,512,512",), "A session keeps the windows before the start, the end of the prompt"),
     ):
         assert main(["capacity", *page, *others]) == 0
         assert line in capsys.readouterr().out
+    assert main(["capacity", f"--model={folder}", "--gpu-memory=8GB", *flags]) == 0
+    assert "not freed on a GPU; all layers keep all tokens" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

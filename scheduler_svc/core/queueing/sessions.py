@@ -129,7 +129,8 @@ class Turn(NamedTuple):
         line = f"turn {self.number} of its session, after a pause of {self.pause_s:.1f} s"
         if not self.known:
             return line
-        return f"{line}; {min(num_cached, self.known)} of the {self.known} tokens that it repeats are cached"
+        usable = min(num_cached, self.known)
+        return f"{line}; on arrival, {usable} of the {self.known} tokens that it repeats could be reused"
 
 
 class Habits:
