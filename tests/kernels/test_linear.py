@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given
@@ -173,3 +176,34 @@ def test_int8_keeps_most_of_the_answer() -> None:
     expected = linear_reference(x.double(), weight)
 
     assert float((quantised(weight)(x, LEVELS[-1]).double() - expected).norm() / expected.norm()) < 0.02
+
+
+_KEPT = """
+import psutil, torch
+from kernels.linear import empty_weight, pack
+from kernels.native.library import native_levels
+
+kernels = native_levels()[0]
+process = psutil.Process()
+
+
+def kept(rows, inputs, outputs):
+    linear = pack(empty_weight(outputs, inputs, torch.float32).zero_(), None, kernels=kernels)
+    x = torch.zeros(rows, inputs)
+    linear(x[:1], kernels)
+    before = process.memory_info().rss
+    linear(x, kernels)
+    return process.memory_info().rss - before
+
+
+print(kept(64, 64, 262_144), kept(2048, 8192, 16))
+"""
+
+
+def test_work_memory_depends_on_the_inputs_only() -> None:
+    """After a product, a thread keeps at most its operands' rows: no memory for outputs, such as a large vocabulary."""
+    done = subprocess.run([sys.executable, "-c", _KEPT], capture_output=True, text=True, check=True)
+    for_vocabulary, for_inputs = map(int, done.stdout.split())
+
+    assert for_vocabulary < 16 << 20, "the outputs have 64 MiB"
+    assert 2048 * 8192 * 4 / 2 < for_inputs < 2048 * (8192 + 64) * 4 + (16 << 20)
