@@ -1,5 +1,6 @@
 """Work counted in operations, which other work on the machine does not change as it changes times."""
 
+import gc
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -13,10 +14,13 @@ def count_calls(action: Callable[[], object]) -> int:
         nonlocal calls
         calls += event in ("call", "c_call")
 
-    previous = sys.getprofile()
+    previous, collects = sys.getprofile(), gc.isenabled()
+    gc.disable()  # The finalisers of objects from other tests also count as calls.
     sys.setprofile(count)
     try:
         action()
     finally:
         sys.setprofile(previous)
+        if collects:
+            gc.enable()
     return calls
