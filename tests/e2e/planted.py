@@ -241,10 +241,14 @@ async def _refusal(scene: Scene) -> None:
 
 
 async def _frozen(scene: Scene, role: str, low: int, high: int) -> None:
-    """Stop a process for some seconds while the victim decodes."""
+    """Stop a process for some seconds while the victim decodes.
+
+    The victim has few tokens. On a busy machine each takes about 10 ms, most of it between the processes, so many
+    tokens would take longer than the process is stopped.
+    """
     await scene.run("usual", scene.prompt(8), 60)
-    victim = await scene.start(scene.victim, scene.prompt(8), scene.draw("victim's tokens", 150, 300))
-    process = scene.served.pid(role)
+    process = scene.served.pid(role)  # Looking for it takes time, in which the victim might end.
+    victim = await scene.start(scene.victim, scene.prompt(8), scene.draw("victim's tokens", 100, 150))
     os.kill(process, signal.SIGSTOP)
     await asyncio.sleep(scene.draw("seconds", low, high))
     os.kill(process, signal.SIGCONT)
@@ -252,7 +256,7 @@ async def _frozen(scene: Scene, role: str, low: int, high: int) -> None:
 
 
 async def _scheduler_frozen(scene: Scene) -> None:
-    await _frozen(scene, "scheduler", 2, 6)
+    await _frozen(scene, "scheduler", 4, 6)
 
 
 async def _worker_frozen(scene: Scene) -> None:
@@ -260,7 +264,7 @@ async def _worker_frozen(scene: Scene) -> None:
 
 
 async def _frontend_frozen(scene: Scene) -> None:
-    await _frozen(scene, "frontend", 4, 6)
+    await _frozen(scene, "frontend", 5, 7)  # After 10 s, the scheduler would consider the front end lost.
 
 
 async def _scheduler_killed(scene: Scene) -> None:

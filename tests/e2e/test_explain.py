@@ -22,6 +22,8 @@ from quire_server.cli.main import main
 from tests.e2e.planted import ADMISSION, CAUSES, MAX_LENGTH, SERVICES, Planted, Scene
 from tests.examples import SEED
 
+PATIENCE_S = 120
+
 
 def _quire(*arguments: str) -> tuple[int, str, str]:
     """Run a `quire` command in this process; return its exit code and its output on stdout and stderr."""
@@ -43,7 +45,7 @@ def _explained(served: Service, request_id: str, count: int = 1) -> Any:
 
     Several choices or prompts of a call have one explanation each.
     """
-    end = time.monotonic() + 30
+    end = time.monotonic() + PATIENCE_S
     while True:
         code, out, err = _quire("explain", request_id, "--json", f"--target={served.grpc}")
         found = json.loads(out)["requests"] if code == 0 else []
