@@ -155,6 +155,8 @@ def sizes_from_config(config: Mapping[str, Any]) -> ModelSizes:
     def size(name: str, default: int | None = None) -> int:
         for each in (name, *_ALIASES.get(name, ())):
             if isinstance(text.get(each), int):
+                if text[each] < (1 if default is None else 0):
+                    raise ConfigError(f"model: config.json: {each}: {text[each]} is too small; use a valid config.json")
                 return int(text[each])
         if default is None:
             raise ConfigError(f"model: config.json has no {name}; pass the sizes with --params")

@@ -10,6 +10,7 @@ import os
 import random
 from pathlib import Path
 
+from quire_server.cli._errors import CommandError
 from quire_server.cli._parser import Namespace, OneLineParser
 
 EXAMPLES = """
@@ -44,6 +45,8 @@ def run(options: Namespace) -> int:
     """Run the simulation."""
     seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
     if options.minutes is not None:
+        if not options.minutes > 0:
+            raise CommandError(f"--minutes: {options.minutes:g} is too small; use a number > 0")
         return _campaign(seed, options)
     return _one(seed, options.steps, options.log)
 

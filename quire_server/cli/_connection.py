@@ -36,7 +36,7 @@ def add_target(parser: OneLineParser) -> None:
     parser.add_argument(
         "--target",
         type=_grpc_target,
-        default=os.environ.get(TARGET_VARIABLE, _GRPC_TARGET),
+        default=os.environ.get(TARGET_VARIABLE) or _GRPC_TARGET,
         metavar="HOST:PORT",
         help=f"gRPC address of the service (default: the variable {TARGET_VARIABLE}, or {_GRPC_TARGET})",
     )
@@ -48,7 +48,7 @@ def add_http_target(parser: OneLineParser) -> None:
     parser.add_argument(
         "--target",
         type=_http_target,
-        default=os.environ.get(TARGET_VARIABLE, _HTTP_TARGET),
+        default=os.environ.get(TARGET_VARIABLE) or _HTTP_TARGET,
         metavar="HOST:PORT",
         help=f"HTTP address of the service (default: the variable {TARGET_VARIABLE}, or {_HTTP_TARGET})",
     )
@@ -147,6 +147,8 @@ def _grpc_target(text: str) -> str:
             f"{text!r} is an HTTP address, but this command uses gRPC; use HOST:PORT of the gRPC port"
         )
     text = text.removeprefix("grpc://")
+    if not text:
+        raise argparse.ArgumentTypeError("the address is empty; use HOST:PORT of the gRPC port")
     # gRPC would silently reduce a port modulo 65,536.
     if ":" in text and not text.startswith(("unix", "xds:", "passthrough:")) and not _is_address(text.split("/")[-1]):
         raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT with a port from 1 to 65535")

@@ -215,6 +215,7 @@ def _check_memory(options: Namespace) -> None:
 
 def _model(options: Namespace) -> "ModelSizes":
     from quire_server.model_sizes import counts_weights_of, elements_of, sizes_from_config, sizes_from_params
+    from shared.config import ConfigError
     from shared.model_path import resolve_model
     from worker_svc.model.scheme import read_quantisation
 
@@ -235,7 +236,13 @@ def _model(options: Namespace) -> "ModelSizes":
         config["quantization_config"] = {"quant_method": "modelopt", **(found or {})}
     with contextlib.suppress(ModuleNotFoundError):  # Front ends lack the library of compressed-tensors.
         read_quantisation(path.parent)  # It refuses checkpoints that a worker refuses.
-    sizes = sizes_from_config(config)
+    try:
+        sizes = sizes_from_config(config)
+    except ConfigError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        reason = f"{path} has a field with an unexpected value ({error})"
+        raise CommandError(f"--model: {reason}; use a config.json that transformers can read") from None
     if counts_weights_of(config):
         return dataclasses.replace(sizes, gguf=_gguf_tensors(path.parent))
     files = sorted(path.parent.glob("model*.safetensors"))

@@ -221,6 +221,31 @@ def test_a_multimodal_file_lacks_most_sizes(tmp_path: Path, capsys: pytest.Captu
     assert "Weights        7.76 GB" in shown, "3.88 billion weights"
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_attention_heads": 0}, "num_attention_heads: 0 is too small"),
+        ({"hidden_size": -1}, "hidden_size: -1 is too small"),
+        ({"sliding_window": 8, "layer_types": 7}, "has a field with an unexpected value"),
+        ({"text_config": 5}, "has a field with an unexpected value"),
+        ({"head_dim": "64"}, "the weights of model_type None cannot be counted"),
+    ],
+)
+def test_a_file_with_wrong_values_is_refused_in_one_line(
+    fields: dict[str, object], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever config.json contains, no traceback is shown."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 99}
+    model_type = {"model_type": "mistral"} if "layer_types" in fields else {}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | model_type | fields))
+
+    assert main(["capacity", "--model", str(tmp_path / "config.json"), "--kv-cache-memory=1GB"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("quire capacity: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
 def test_a_pattern_of_windows_may_have_letters() -> None:
     """EXAONE 4 has "LLLG": three layers with a window, and one without."""
     config = {"model_type": "exaone4", "num_hidden_layers": 8, "sliding_window": 4096}

@@ -13,7 +13,7 @@ from quire_server.cli import serve
 from quire_server.cli._config import TOPICS
 from quire_server.cli._other_servers import REMEDIES
 from quire_server.cli._parser import OneLineParser
-from quire_server.cli.main import COMMANDS
+from quire_server.cli.main import COMMANDS, main
 from tests.quire.scripted_server import ScriptedServer, delta, fail, finished, reason, scripted_server
 
 import grpc  # isort: skip
@@ -106,6 +106,32 @@ def test_a_command_goes_where_the_environment_says(command: str, monkeypatch: py
 
     assert parser.get_default("target") == "10.0.0.5:7"
     assert parser.get_default("tls_ca") == "ca.pem"
+
+
+@pytest.mark.parametrize(("command", "target"), [("generate", "127.0.0.1:50051"), ("batch", "127.0.0.1:8000")])
+def test_an_empty_variable_is_as_none(command: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `QUIRE_TARGET=`, a command uses its default address."""
+    monkeypatch.setenv("QUIRE_TARGET", "")
+    parser = OneLineParser(command, description="", examples="")
+    importlib.import_module(f"quire_server.cli.{command}").configure(parser)
+
+    assert parser.get_default("target") == target
+
+
+def test_an_empty_address_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """The library of gRPC would report it in several lines."""
+    with pytest.raises(SystemExit):
+        main(["models", "--target="])
+
+    error = capsys.readouterr().err
+    assert error.startswith("quire models: argument --target: the address is empty; use HOST:PORT of the gRPC port; ")
+    assert error.count("\n") == 1
+
+
+def test_a_simulation_needs_time(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without time, no simulation would run, and the command would fail without a reason."""
+    assert main(["sim", "--minutes=0"]) == 1
+    assert capsys.readouterr().err == "quire sim: --minutes: 0 is too small; use a number > 0\n"
 
 
 def test_a_wrong_choice_names_the_right_ones() -> None:
