@@ -97,6 +97,8 @@ def run(options: Namespace) -> int:
     for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size"):
         if getattr(options, name) < 1:
             raise CommandError(f"--{name.replace('_', '-')}: {getattr(options, name)} is too small; use at least 1")
+    if options.state_checkpoints < -1:
+        raise CommandError(f"--state-checkpoints: {options.state_checkpoints} is too small; use -1 for the default")
     if not 0 < options.gpu_memory_utilization <= 1:
         raise CommandError(
             f"--gpu-memory-utilization: {options.gpu_memory_utilization:g} is not a share; use more than 0, at most 1"

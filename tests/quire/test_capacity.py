@@ -99,6 +99,7 @@ def test_weights_are_as_many_as_published(params: str, billions: float) -> None:
         (["--model", "demo", "--gpu-memory", "1GB", "--context", "100"], "--output: 256 is not between 0 and"),
         (["--model", "demo", "--gpu-memory", "1GB", "--gpu-memory-utilization", "90"], "90 is not a share"),
         (["--model", "demo", "--gpu-memory", "1GB", "--tensor-parallel-size", "3"], "does not divide"),
+        (["--model", "demo", "--gpu-memory", "1GB", "--state-checkpoints", "-2"], "-2 is too small; use -1"),
         (
             [
                 "--params",
