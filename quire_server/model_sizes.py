@@ -289,7 +289,7 @@ def _stored(config: Mapping[str, Any]) -> str:
 
 
 def _method(config: Mapping[str, Any]) -> str:
-    """Return the quantisation method of a checkpoint; "" if there is none."""
+    """Return the quantisation method of a checkpoint; "" if its weights are not quantised."""
     raw = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
     return str(raw.get("quant_method", "")).lower().replace("_", "-") if isinstance(raw, Mapping) else ""
 

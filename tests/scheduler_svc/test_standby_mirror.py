@@ -414,16 +414,16 @@ def test_a_scheduler_that_was_stopped_waits_for_the_announcement_after_a_proposa
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     leader = Standbys(context, address=f"ipc://{tmp_path}/s", others=(), number=5)
     other = PeerLink(context, f"ipc://{tmp_path}/s", lambda _socket: None)
-    thread = threading.Thread(target=leader.listen)
-    thread.start()
-    end = time.monotonic() + 60
-
     while not other.send(PeerMessage(step_down=StepDown(leader_number=6, leads=False))):
-        time.sleep(0.01)
-    while not leader.successor and time.monotonic() < end:
-        time.sleep(0.01)
+        assert other.socket.poll(60_000, zmq.POLLOUT), "no connection"
+    end = time.monotonic() + 60
+    while not leader.successor:
+        assert time.monotonic() < end
+        wait_readable(leader.sockets, 1)
+        leader.read(time.monotonic())
+
     assert other.send(PeerMessage(step_down=StepDown(leader_number=6, leads=True)))
-    thread.join()
+    leader.listen()
 
     assert leader.must_be_silent
     other.close()

@@ -93,7 +93,13 @@ def build_engine(
     memory = _memory_for_kv(config, model, limits, description.kv_dtype, device, graphs)
     (shared_memory,) = group.least((memory,))
     kv_groups = _kv_groups(
-        *(config, model, limits, accelerator, shared_memory, description.kv_dtype), has_drafter=draft_model is not None
+        config,
+        model,
+        limits,
+        accelerator,
+        shared_memory,
+        description.kv_dtype,
+        has_drafter=draft_model is not None,
     )
     num_others = 0
     if kv_groups is not None:
@@ -126,13 +132,9 @@ def build_engine(
         )
     num_host_blocks = num_host_states * limits.max_blocks_per_row
     if bytes_per_block:
+        states = num_host_states * limits.state_bytes
         num_host_blocks = count_host_blocks(
-            *(
-                parse_bytes(config.host_cache),
-                num_host_states * limits.state_bytes,
-                bytes_per_block,
-                limits.num_kv_groups,
-            )
+            parse_bytes(config.host_cache), states, bytes_per_block, limits.num_kv_groups
         )
     num_blocks, num_host_blocks = group.least((num_blocks, num_host_blocks))
     limits = dataclasses.replace(

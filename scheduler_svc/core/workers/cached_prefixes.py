@@ -266,7 +266,7 @@ class CachedPrefixes:
         return blocks if self._windows is None else np.concatenate((blocks, self._windows.tail_of(blocks).ravel()))
 
     def tier(self, end: BlockKey, block: int | None) -> str:
-        """Return the highest tier from which a request can continue after a sequence; empty if there is none.
+        """Return the highest tier from which a request can continue after a sequence; empty if it cannot.
 
         Only the last block, its window blocks and its state are looked up, because the end of a sequence leaves a tier
         before its beginning.
